@@ -1,0 +1,178 @@
+"""Configuration: frozen, nested, validated once. `ModelConfig` is the shape of a decoder, read from a Hugging Face config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mmserve.errors import RequestError, SetupError
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+GIB = 1024**3
+
+
+def parse_bytes(text: str) -> int:
+    """`2GiB`, `512MiB`, `1.5GB`, `4096` -> bytes."""
+    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        value = float(number) * units[unit]
+    except (ValueError, KeyError):
+        raise RequestError(
+            "invalid_request", f"{text!r} is not a size: write 2GiB, 512MiB or a number of bytes"
+        ) from None
+    return int(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base, and the scaling dictionary of the checkpoint (`rope_type` and its parameters) if any."""
+
+    theta: float = 10000.0
+    scaling: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only model, whatever file it came from."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """From the dictionaries of `config.json` (transformers 4 or 5) and `generation_config.json`.
+
+        Raises `SetupError` (`model_unavailable`) naming a field that is missing.
+        """
+        try:
+            return _from_hf(config, generation_config or {})
+        except KeyError as error:
+            raise SetupError(
+                "model_unavailable", f"config.json has no {error.args[0]!r}: is it a decoder model?"
+            ) from None
+
+    @property
+    def max_context(self) -> int:
+        """Positions that attention over the whole context serves faithfully (a sliding window bounds it)."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+
+def _from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
+    architecture = (config.get("architectures") or ["?"])[0]
+    num_heads = config["num_attention_heads"]
+    uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    qkv_bias = config.get("attention_bias", False) or config.get("model_type") == "qwen2"
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=_rope(config),
+        max_position_embeddings=config.get("max_position_embeddings", 2048),
+        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=config.get("attention_bias", False),
+        mlp_bias=config.get("mlp_bias", False),
+        qk_norm=config.get("model_type") == "qwen3",
+        sliding_window=config.get("sliding_window") if uses_window else None,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        eos_token_ids=_token_ids(config.get("eos_token_id"), generation_config.get("eos_token_id")),
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind = parameters.setdefault("rope_type", parameters.get("type", "default"))
+    return RopeConfig(theta=float(theta), scaling=None if kind == "default" else parameters)
+
+
+def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    ids: list[int] = []
+    for value in values:
+        ids += [] if value is None else [value] if isinstance(value, int) else value
+    return tuple(dict.fromkeys(ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """KV cache: `memory_bytes` if given, else `memory_utilization` of the device's total memory, capped by what is free."""
+
+    block_size: int = 16
+    memory_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.block_size >= 1, "block-size", "must be at least 1")
+        _check(self.memory_bytes is None or self.memory_bytes > 0, "kv-cache-memory-bytes", "must be positive")
+        _check(0.0 < self.memory_utilization <= 1.0, "gpu-memory-utilization", "must be above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step, and of the waiting queue."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        _check(self.max_num_seqs >= 1, "max-num-seqs", "must be at least 1")
+        _check(self.max_num_batched_tokens >= 1, "max-num-batched-tokens", "must be at least 1")
+        _check(self.max_num_waiting >= 1, "max-num-waiting", "must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread."""
+
+    model: str = "smollm2-135m"
+    served_model_name: tuple[str, ...] = ()
+    dtype: DTypeName = "auto"
+    load_format: LoadFormat = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    num_threads: int | None = None
+    use_process: bool = False
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        _check(self.max_model_len is None or self.max_model_len >= 1, "max-model-len", "must be at least 1")
+        _check(self.num_threads is None or self.num_threads >= 1, "num-threads", "must be at least 1")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names under which clients may ask for this model; the first is the one that answers carry."""
+        return self.served_model_name or (self.model,)
+
+
+def _check(condition: bool, option: str, sentence: str) -> None:
+    if not condition:
+        raise RequestError("invalid_request", f"--{option} {sentence}", param=option)

@@ -1,0 +1,94 @@
+"""Plain structs that cross the boundary between front end and engine, by queue or by pipe."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mmserve.errors import ErrorCode
+from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One sequence to generate (`params.n` was already fanned out by the client)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int = 0
+    images: tuple[ImageSpan, ...] = ()
+    arrival_time: float = 0.0
+
+
+@dataclass(frozen=True)
+class AbortRequest:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Stop after the current step; what is in flight ends as aborted."""
+
+
+ToEngine = EngineRequest | AbortRequest | Shutdown
+
+
+@dataclass(frozen=True)
+class RequestFailure:
+    """Why one request was refused or lost."""
+
+    code: ErrorCode
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """What a step added to one sequence. The last one carries `finish_reason`; `queue_seconds` comes with the first."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    failure: RequestFailure | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges and running totals since start, as the metrics of the same names."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage_ratio: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    outputs: tuple[TokenOutput, ...]
+    stats: EngineStats
+
+
+@dataclass(frozen=True)
+class EngineReady:
+    """Loaded and warmed up."""
+
+    max_model_len: int
+    num_blocks: int
+    device: str
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineFailed:
+    """The engine cannot start or has died; `message` says why."""
+
+    code: ErrorCode
+    message: str
+
+
+FromEngine = StepOutput | EngineReady | EngineFailed

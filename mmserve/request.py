@@ -1,0 +1,141 @@
+"""What travels through the engine for one request: the user's choices, the tokens, the progress."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal
+
+from mmserve.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+
+
+def _require(condition: bool, param: str, sentence: str) -> None:
+    if not condition:
+        raise RequestError("invalid_request", f"{param} {sentence}", param=param)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """A user's choices for one request, validated at construction (`invalid_request` names the field).
+
+    `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` are off. `max_tokens is None` means up to the context's
+    end. `logprobs` is the number of alternatives wanted beside the sampled token (0 to 20), None for no logprobs.
+    `stop` strings are cut from the text; `stop_token_ids` end generation like an end-of-sequence token.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int | None = None
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_sampling()
+
+    def _check_lengths(self) -> None:
+        _require(1 <= self.n <= 128, "n", "must be between 1 and 128")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens"
+        )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            f"must be between 0 and {MAX_LOGPROBS}",
+        )
+        _require(len(self.stop) <= 16 and all(self.stop), "stop", "takes up to 16 strings, none of them empty")
+
+    def _check_sampling(self) -> None:
+        _require(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
+        _require(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", "must be 0 (off) or a positive number of tokens")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be between -2 and 2")
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be between -2 and 2")
+        _require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "must be above 0 and at most 100")
+        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit 64 bits")
+        _require(len(self.logit_bias) <= 1024, "logit_bias", "takes up to 1024 tokens")
+        for bias in self.logit_bias.values():
+            _require(
+                math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "values must be between -100 and 100"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log-probability before penalties and temperature, and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """Where an image's tokens sit in the prompt, and the digest that is the image's identity."""
+
+    offset: int
+    length: int
+    content_hash: bytes
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request's tokens and progress. `num_computed_tokens` of them have their K and V in `block_ids`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int = 0
+    images: tuple[ImageSpan, ...] = ()
+    arrival_time: float = 0.0
+    output_token_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens `start` up to `stop` of prompt and output, without copying the whole."""
+        split = len(self.prompt_token_ids)
+        if stop <= split:
+            return self.prompt_token_ids[start:stop]
+        return self.prompt_token_ids[start:split] + self.output_token_ids[max(start - split, 0) : stop - split]
