@@ -1,4 +1,4 @@
-"""Configuration: frozen, nested, validated once. `ModelConfig` is the shape of a decoder, read from a Hugging Face config."""
+"""Configuration: frozen, nested, validated once. `ModelConfig` is a decoder's shape, read from a Hugging Face file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -120,17 +120,21 @@ def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """KV cache: `memory_bytes` if given, else `memory_utilization` of the device's total memory, capped by what is free."""
+    """KV cache: `memory_bytes` if given, else `memory_utilization` of the device's total, capped by what is free.
+
+    With neither, a GPU gives 0.9 of its memory and a CPU 2 GiB.
+    """
 
     block_size: int = 16
     memory_bytes: int | None = None
-    memory_utilization: float = 0.9
+    memory_utilization: float | None = None
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", "must be at least 1")
         _check(self.memory_bytes is None or self.memory_bytes > 0, "kv-cache-memory-bytes", "must be positive")
-        _check(0.0 < self.memory_utilization <= 1.0, "gpu-memory-utilization", "must be above 0 and at most 1")
+        utilization = self.memory_utilization
+        _check(utilization is None or 0.0 < utilization <= 1.0, "gpu-memory-utilization", "must be above 0, at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Literal
 
 from mmserve.errors import RequestError
@@ -37,7 +36,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
@@ -94,6 +93,14 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class SampledToken:
+    """One token and, where it was asked for, its log-probability."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
 class ImageSpan:
     """Where an image's tokens sit in the prompt, and the digest that is the image's identity."""
 
@@ -121,6 +128,7 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
     num_computed_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING

@@ -1,7 +1,6 @@
 """Plain structs that cross the boundary between front end and engine, by queue or by pipe."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mmserve.errors import ErrorCode
 from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
@@ -80,7 +79,7 @@ class EngineReady:
     max_model_len: int
     num_blocks: int
     device: str
-    details: Mapping[str, str] = field(default_factory=dict)
+    dtype: str
 
 
 @dataclass(frozen=True)

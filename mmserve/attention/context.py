@@ -1,0 +1,17 @@
+"""Per-step tensors, passed explicitly to every `forward`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """`slot_mapping` `[T]`; `cos` and `sin` `[T, 1, D]`; one paged cache a layer; `attention` is the backend's own."""
+
+    slot_mapping: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    kv_caches: Sequence[torch.Tensor]
+    attention: object

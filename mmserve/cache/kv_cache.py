@@ -1,0 +1,24 @@
+"""The paged tensors, nothing else."""
+
+import torch
+
+from mmserve.config import ModelConfig
+
+
+class KVCache:
+    """One tensor a layer: `[num_blocks, block_size, 2, num_kv_heads, head_dim]`; K is 0 on the third axis, V is 1.
+
+    K and V of a token lie side by side, so that one gather by block reads both.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        return config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize

@@ -1,0 +1,266 @@
+"""What every command over documents shares: its options, and how it runs a task over all that was named."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmserve.commands.inputs import STANDARD_INPUT_NAME, DocumentFinder, Selection, standard_input_source
+from mmserve.commands.options import DocumentOptions, EngineOptions
+from mmserve.commands.outputs import (
+    DocumentSink,
+    OutputFolder,
+    OutputFormat,
+    Result,
+    ResultPrinter,
+    failure_report,
+)
+from mmserve.commands.progress import BAR_TITLE, Display, show_log
+from mmserve.errors import RequestError
+from mmserve.pipelines.batch import BatchOptions, BatchTotals, Source, file_digest, run_batch
+from mmserve.weights import hub
+
+if TYPE_CHECKING:
+    from mmserve.engine.client import EngineClient
+    from mmserve.vision.pages import PageReader
+
+EXIT_SOME_FAILED, EXIT_INTERRUPTED = 1, 130
+
+
+def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+_IN, _OUT, _RUN = "Which documents", "Results", "Running"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCommandOptions:
+    """Which files, where results go, and what happens on the way."""
+
+    recursive: Annotated[bool, _option(_IN, "--recursive", "-r", help="Go into subfolders.")] = False
+    include: Annotated[
+        list[str] | None,
+        _option(_IN, help="In folders, take files that match this pattern, whatever their type; repeatable."),
+    ] = None
+    exclude: Annotated[
+        list[str] | None, _option(_IN, help="In folders, leave out files and folders that match; repeatable.")
+    ] = None
+    output_dir: Annotated[
+        Path | None, _option(_OUT, "--output-dir", "-o", help="Write results below this folder as well.")
+    ] = None
+    format: Annotated[OutputFormat, _option(_OUT, "--format", "-f", help="How results look.")] = "md"
+    resume: Annotated[
+        bool, _option(_OUT, "--resume", help="Skip what is in --output-dir for the same content and options.")
+    ] = False
+    force: Annotated[bool, _option(_OUT, "--force", help="Write over results that exist.")] = False
+    report: Annotated[
+        Path | None, _option(_OUT, help="Write a line of JSON here for each failure: path, code, message, page.")
+    ] = None
+    jobs: Annotated[int, _option(_RUN, "--jobs", "-j", min=1, help="Documents worked on at once.")] = 4
+    timeout: Annotated[float | None, _option(_RUN, help="Seconds that a document may take.")] = None
+    fail_fast: Annotated[bool, _option(_RUN, "--fail-fast", help="Stop at the first document that fails.")] = False
+    dry_run: Annotated[bool, _option(_RUN, "--dry-run", help="Say what would be done, and do nothing.")] = False
+    quiet: Annotated[
+        bool, _option(_RUN, "--quiet", "-q", help="Only errors on the terminal; with -o, no results there either.")
+    ] = False
+    verbose: Annotated[bool, _option(_RUN, "--verbose", "-v", help="Say more, with tracebacks.")] = False
+
+    def check(self) -> None:
+        """Raises `RequestError` for options that do not go together."""
+        if self.output_dir is None and (self.resume or self.force):
+            raise RequestError("invalid_request", "--resume and --force need --output-dir.", param="output_dir")
+        if self.resume and self.force:
+            raise RequestError("invalid_request", "--resume skips what --force does again: choose one.", param="force")
+        if self.output_dir is not None and self.output_dir.exists() and not self.output_dir.is_dir():
+            raise RequestError("invalid_request", f"{self.output_dir} is not a folder.", param="output_dir")
+        if self.report is not None and not self.report.parent.is_dir():
+            raise RequestError("invalid_request", f"The folder of {self.report} does not exist.", param="report")
+
+
+Worker = Callable[[Source], Awaitable[Result]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to do with documents.
+
+    `options` tells apart what would give other results. `start` makes the function that does one document; what it
+    tells the callback is shown to the user meanwhile.
+    """
+
+    name: str
+    options: str
+    start: "Callable[[EngineClient, PageReader, Callable[[str], None]], Worker]"
+
+
+def run_task(
+    paths: list[Path], task: Task, files: BatchCommandOptions, engine: EngineOptions, documents: DocumentOptions
+) -> None:
+    """Do `task` for all documents. Raises `typer.Exit` if some failed, `MMServeError` for what ends it all."""
+    show_log(verbose=files.verbose)
+    files.check()
+    engine.to_config()
+    selection = Selection(recursive=files.recursive, include=files.include or (), exclude=files.exclude or ())
+    finder = DocumentFinder(paths, selection, files.output_dir)
+    folder = _output_folder(task, files, engine, documents)
+    num_documents = _look_over(finder, folder, overwrites=files.force or files.resume)
+    if files.dry_run:
+        _print_plan(finder, folder)
+    else:
+        _Run(task, files, finder, folder).run(num_documents, engine, documents)
+
+
+def _output_folder(
+    task: Task, files: BatchCommandOptions, engine: EngineOptions, documents: DocumentOptions
+) -> OutputFolder | None:
+    if files.output_dir is None:
+        return None
+    model = (engine.model, engine.dtype, engine.load_format, engine.max_model_len, engine.seed)
+    pages = (documents.ocr, documents.renderer, documents.dpi)
+    folder = OutputFolder(files.output_dir, files.format, options=repr((task.name, task.options, model, pages)))
+    if files.resume:
+        folder.load_journal()
+    return folder
+
+
+def _look_over(finder: DocumentFinder, folder: OutputFolder | None, *, overwrites: bool) -> int:
+    """The number of documents. Raises `RequestError` if there are none, or naming a result that is in the way."""
+    num_documents = 0
+    for source in _planned(finder):
+        num_documents += 1
+        path = None if folder is None or overwrites else folder.path(source)
+        if path is not None and os.path.lexists(path):
+            message = f"{path} exists: --resume skips what is done already, --force writes over it."
+            raise RequestError("invalid_request", message, param="output_dir")
+    if num_documents == 0:
+        raise RequestError("invalid_request", _none_found(finder))
+    return num_documents
+
+
+def _none_found(finder: DocumentFinder) -> str:
+    message = "No documents found"
+    if finder.num_left_out:
+        message += f" (other files left out: {finder.num_left_out}; --include '*' takes them)"
+    return message + ("." if finder.selection.recursive else "; -r goes into subfolders.")
+
+
+def _planned(finder: DocumentFinder) -> Iterator[Source]:
+    """All sources, before anything is read from standard input."""
+    if finder.reads_standard_input:
+        yield Source(Path("-"), STANDARD_INPUT_NAME, shown="standard input")
+    yield from finder
+
+
+def _print_plan(finder: DocumentFinder, folder: OutputFolder | None) -> None:
+    for source in _planned(finder):
+        if folder is None:
+            typer.echo(source.label)
+        elif not _is_done(folder, source):
+            typer.echo(f"{source.label} -> {folder.path(source)}")
+
+
+def _is_done(folder: OutputFolder, source: Source) -> bool:
+    with contextlib.suppress(OSError):
+        return folder.is_done(source, file_digest(source.path))
+    return False
+
+
+class _Run:
+    """One run of a command, from the first document that is not done yet."""
+
+    def __init__(
+        self, task: Task, files: BatchCommandOptions, finder: DocumentFinder, folder: OutputFolder | None
+    ) -> None:
+        self._task = task
+        self._files = files
+        self._finder = finder
+        self._folder = folder
+        self._batch_options = BatchOptions(jobs=files.jobs, timeout=files.timeout, fail_fast=files.fail_fast)
+        self._totals = BatchTotals()
+        self._display = Display(quiet=files.quiet)
+
+    def run(self, num_documents: int, engine: EngineOptions, documents: DocumentOptions) -> None:
+        with contextlib.ExitStack() as stack:
+            report = stack.enter_context(failure_report(self._files.report))
+            sources: Iterable[Source] = self._finder
+            if self._finder.reads_standard_input:
+                sources = itertools.chain([stack.enter_context(standard_input_source())], sources)
+            printer = stack.enter_context(contextlib.closing(self._printer()))
+            stack.enter_context(self._display)
+            self._display.expect(num_documents)
+            sink = DocumentSink(self._folder, printer, report, self._display)
+            try:
+                self._run_batch(self._not_done(sources), sink, engine, documents)
+            except KeyboardInterrupt:
+                self._display.error(f"Interrupted. {self._outcome()}")
+                raise typer.Exit(EXIT_INTERRUPTED) from None
+        self._finish()
+
+    def _printer(self) -> ResultPrinter:
+        files = self._files
+        around = self._display.paused if sys.stdout.isatty() else contextlib.nullcontext
+        is_silent = files.quiet and files.output_dir is not None
+        return ResultPrinter(files.format, is_single=self._finder.is_single, is_silent=is_silent, around_write=around)
+
+    def _not_done(self, sources: Iterable[Source]) -> Iterator[Source]:
+        """The sources from the first that an earlier run has not done: often there is none, and no model is needed."""
+        remaining = iter(sources)
+        for source in remaining:
+            if self._folder is None or not _is_done(self._folder, source):
+                return itertools.chain([source], remaining)
+            self._totals.num_skipped += 1
+            self._display.advance()
+        return iter(())
+
+    def _run_batch(
+        self, sources: Iterator[Source], sink: DocumentSink, engine: EngineOptions, documents: DocumentOptions
+    ) -> None:
+        first = next(sources, None)
+        if first is None:
+            return
+        if hub.is_demo(engine.model):
+            self._display.note(hub.DEMO_NOTICE)
+        self._display.describe(f"Loading {engine.model}")
+        with started_engine(engine) as client:
+            asyncio.run(self._work(itertools.chain([first], sources), sink, client, documents))
+
+    async def _work(
+        self, sources: Iterable[Source], sink: DocumentSink, client: "EngineClient", documents: DocumentOptions
+    ) -> None:
+        async with documents.open_reader() as reader:
+            self._display.describe(BAR_TITLE)
+            work = self._task.start(client, reader, self._display.describe)
+            await run_batch(sources, work, sink, self._batch_options, self._totals)
+
+    def _outcome(self) -> str:
+        totals = self._totals
+        copies = f" ({totals.num_copied} equal to another)" if totals.num_copied else ""
+        skipped = f", {totals.num_skipped} skipped" if totals.num_skipped else ""
+        return f"Done: {totals.num_done}{copies}{skipped}, {totals.num_failed} failed."
+
+    def _finish(self) -> None:
+        if self._totals.num_failed or self._display.is_live:
+            self._display.note(self._outcome())
+        if self._totals.num_failed:
+            raise typer.Exit(EXIT_SOME_FAILED)
+
+
+@contextlib.contextmanager
+def started_engine(options: EngineOptions) -> "Iterator[EngineClient]":
+    """An engine that may still be loading (requests wait for it), closed at the end. Raises `SetupError`."""
+    config = options.to_config()
+    from mmserve.engine.client import EngineClient
+
+    client = EngineClient.start(config)
+    try:
+        yield client
+    finally:
+        client.close()

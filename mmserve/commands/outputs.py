@@ -1,0 +1,196 @@
+"""Where results go: standard output, a folder that mirrors the inputs, the report of what failed."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from mmserve.commands.progress import Display
+from mmserve.errors import MMServeError
+from mmserve.pipelines.batch import Failure, Source
+
+OutputFormat = Literal["md", "json", "jsonl"]
+JOURNAL_NAME = ".mmserve-done.jsonl"
+
+
+class PageOutcome(Protocol):
+    """A page of a document: `problem` says why it could not be read."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def problem(self) -> MMServeError | None: ...
+
+
+class Result(Protocol):
+    """What a task makes of a document: a dataclass with the document's `name`, and reports on its pages."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def pages(self) -> Sequence[PageOutcome]: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    def to_markdown(self) -> str: ...
+
+
+def render(result: Result, output_format: OutputFormat) -> str:
+    """A result as text that ends in a newline; `jsonl` is one line."""
+    if output_format == "md":
+        return result.to_markdown().rstrip("\n") + "\n"
+    indent = 2 if output_format == "json" else None
+    return json.dumps(result.to_dict(), ensure_ascii=False, indent=indent) + "\n"
+
+
+class OutputFolder:
+    """Results under `root`, one file a document, named like it with the format's suffix added.
+
+    A journal in `root` says of what bytes and options each was made; `options` is anything that tells options apart.
+    """
+
+    def __init__(self, root: Path, output_format: OutputFormat, *, options: str) -> None:
+        self.root = root
+        self._format = output_format
+        self._options = options
+        self._journal = root / JOURNAL_NAME
+        self._done: dict[str, str] = {}
+
+    def path(self, source: Source) -> Path:
+        return self.root / f"{source.name}.{self._format}"
+
+    def load_journal(self) -> None:
+        """Read what earlier runs have done; a line cut short by a crash is passed over."""
+        with contextlib.suppress(FileNotFoundError), self._journal.open(encoding="utf-8") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    entry = json.loads(line)
+                    self._done[entry["output"]] = entry["made_from"]
+
+    def is_done(self, source: Source, digest: str) -> bool:
+        path = self.path(source)
+        return self._done.get(self._entry_name(path)) == self._made_from(digest) and path.is_file()
+
+    def write(self, source: Source, digest: str, text: str) -> None:
+        path = self.path(source)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+        entry = {"output": self._entry_name(path), "made_from": self._made_from(digest)}
+        with self._journal.open("a", encoding="utf-8") as journal:
+            journal.write(json.dumps(entry) + "\n")
+
+    def _entry_name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def _made_from(self, digest: str) -> str:
+        return hashlib.sha256(f"{digest}\n{self._options}".encode()).hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside the place under a temporary name, then rename: nobody ever sees half a file."""
+    temporary = path.with_name(f".mmserve-{secrets.token_hex(8)}.part")
+    try:
+        with temporary.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class ResultPrinter:
+    """Results on standard output. JSON is one value: the object itself for a single document, else an array."""
+
+    def __init__(
+        self, output_format: OutputFormat, *, is_single: bool, is_silent: bool, around_write: Callable[[], Any]
+    ) -> None:
+        self.output_format: OutputFormat = output_format
+        self._is_silent = is_silent
+        self._is_array = output_format == "json" and not is_single
+        self._around_write = around_write
+        self._num_printed = 0
+
+    def print(self, text: str) -> None:
+        first = self._num_printed == 0
+        self._num_printed += 1
+        if self._is_array:
+            self._write(("[\n" if first else ",\n") + text.rstrip("\n"))
+        else:
+            self._write(text if first or self.output_format != "md" else f"\n{text}")
+
+    def close(self) -> None:
+        """End the array; what was printed is then whole, even after an interruption."""
+        if self._is_array:
+            self._write("\n]\n" if self._num_printed else "[]\n")
+
+    def _write(self, text: str) -> None:
+        if self._is_silent:
+            return
+        with self._around_write():
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def failure_report(path: Path | None) -> Iterator[Callable[[Failure], None]]:
+    """A function that adds one line for each failure to `path`, or does nothing without one."""
+    if path is None:
+        yield lambda _: None
+        return
+    with path.open("w", encoding="utf-8") as file:
+
+        def add(failure: Failure) -> None:
+            file.write(json.dumps(failure.to_dict(), ensure_ascii=False) + "\n")
+            file.flush()
+
+        yield add
+
+
+class DocumentSink:
+    """Writes each result where it belongs, and tells of failures and progress."""
+
+    def __init__(
+        self,
+        folder: OutputFolder | None,
+        printer: ResultPrinter,
+        report: Callable[[Failure], None],
+        display: Display,
+    ) -> None:
+        self._folder = folder
+        self._printer = printer
+        self._report = report
+        self._display = display
+
+    def is_done(self, source: Source, digest: str) -> bool:
+        is_done = self._folder is not None and self._folder.is_done(source, digest)
+        if is_done:
+            self._display.advance()
+        return is_done
+
+    def write(self, source: Source, digest: str, result: Result) -> None:
+        named = dataclasses.replace(result, name=source.title)
+        text = render(named, self._printer.output_format)
+        if self._folder is not None:
+            self._folder.write(source, digest, text)
+        self._printer.print(text)
+        for page in result.pages:
+            if page.problem is not None:
+                self._tell(Failure(source.label, page.problem.code, page.problem.message, page.number))
+        self._display.advance()
+
+    def fail(self, failure: Failure) -> None:
+        self._tell(failure)
+        self._display.advance()
+
+    def _tell(self, failure: Failure) -> None:
+        page = "" if failure.page is None else f", page {failure.page}"
+        where = "" if failure.path in failure.message else f"{failure.path}{page}: "
+        self._display.error(f"mmserve: {where}{failure.message} ({failure.code})")
+        self._report(failure)

@@ -1,0 +1,86 @@
+"""`mmserve serve`: the engine and the document pipelines over HTTP."""
+
+import logging
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mmserve.commands.documents import EXIT_INTERRUPTED, started_engine
+from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
+from mmserve.commands.progress import show_log
+from mmserve.config import parse_bytes
+from mmserve.weights import hub
+
+SERVE_ENGINE = EngineOptions(engine_process=True)
+app = typer.Typer()
+
+
+def _option(*names: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Server", **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where to listen, and how much to take."""
+
+    host: Annotated[str, _option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    port: Annotated[int, _option(help="Port to listen on; 0 chooses a free one and prints it.")] = 8000
+    request_timeout: Annotated[
+        float | None, _option(help="Seconds that a request may take; it ends with status 504.", show_default="no limit")
+    ] = None
+    shutdown_timeout: Annotated[
+        float, _option(help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.")
+    ] = 30.0
+    max_upload_size: Annotated[str, _option(metavar="SIZE", help="Largest upload, all its files together.")] = "256MiB"
+    max_files: Annotated[int, _option(min=1, help="Files in one upload.")] = 64
+    max_concurrent_documents: Annotated[int, _option(min=1, help="Documents worked on at once.")] = 4
+    upload_dir: Annotated[
+        Path | None, _option(help="Folder for uploads while they are worked on.", show_default="the system's")
+    ] = None
+    verbose: Annotated[bool, _option("--verbose", "-v", help="Say more, with one line a request.")] = False
+
+
+@app.command()
+@with_option_groups
+def serve(
+    server: ServerOptions = ServerOptions(),
+    documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+    engine: EngineOptions = SERVE_ENGINE,
+) -> None:
+    """Answer over HTTP: documents at /v1/summarize, and OpenAI's chat and completions.
+
+    It listens at once; /ready answers 200 when the model is loaded. SIGTERM or Ctrl-C lets running requests finish.
+
+    \b
+    Examples:
+      mmserve serve
+      mmserve serve --model Qwen/Qwen2.5-1.5B-Instruct --port 9000
+      curl -F file=@report.pdf http://127.0.0.1:8000/v1/summarize
+    """
+    show_log(verbose=server.verbose)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO if server.verbose else logging.WARNING)
+    from mmserve.server.runner import bind, run_server, url_of
+    from mmserve.server.settings import ServerSettings
+
+    settings = ServerSettings(
+        request_timeout=server.request_timeout,
+        shutdown_timeout=server.shutdown_timeout,
+        max_upload_bytes=parse_bytes(server.max_upload_size),
+        max_files=server.max_files,
+        max_concurrent_documents=server.max_concurrent_documents,
+        upload_dir=server.upload_dir,
+    )
+    if hub.is_demo(engine.model):
+        typer.echo(hub.DEMO_NOTICE, err=True)
+    with bind(server.host, server.port) as listener, started_engine(engine) as client:
+        typer.echo(f"Listening on {url_of(listener)} (docs at {url_of(listener)}/docs); the model is being loaded.")
+        stopped_by = run_server(client, documents.open_reader(), settings, listener, on_ready=_say_ready)
+    if stopped_by == signal.SIGINT:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _say_ready(seconds: float) -> None:
+    typer.echo(f"Ready after {seconds:.1f} s.")

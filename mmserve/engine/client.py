@@ -1,0 +1,229 @@
+"""The front end's side of the engine: token ids in, text deltas out, whatever thread or process the engine is in."""
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import Literal
+
+from mmserve.config import EngineConfig, ModelConfig
+from mmserve.engine.completion import (
+    AnswerBuilder,
+    Completion,
+    CompletionDelta,
+    RequestTimings,
+    as_exception,
+    merge_deltas,
+)
+from mmserve.engine.messages import (
+    AbortRequest,
+    EngineFailed,
+    EngineReady,
+    EngineRequest,
+    EngineStats,
+    FromEngine,
+    RequestFailure,
+    StepOutput,
+    TokenOutput,
+)
+from mmserve.engine.transport import ProcessTransport, ThreadTransport
+from mmserve.errors import MMServeError, RequestError
+from mmserve.request import SamplingParams
+from mmserve.weights.checkpoint import open_checkpoint
+from mmserve.weights.tokenizer import Tokenizer
+
+__all__ = ["Completion", "CompletionDelta", "EngineClient", "RequestTimings"]
+
+
+class EngineClient:
+    """One engine. `generate` may be called from any event loop, `abort` from any thread."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, model_config: ModelConfig) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_config = model_config
+        self.max_model_len = config.max_model_len or model_config.max_context
+        self.stats = EngineStats()
+        self.observers: list[Callable[[RequestTimings], None]] = []
+        self.engine_info: EngineReady | None = None
+        self._failure: EngineFailed | None = None
+        self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._mailboxes: dict[str, Mailbox] = {}
+        kind = ProcessTransport if config.use_process else ThreadTransport
+        self.transport = kind(config, self._on_message)
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> "EngineClient":
+        """Find the model, read its tokenizer, start the engine; it loads while this returns. Raises `SetupError`."""
+        checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
+        model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        return cls(config, checkpoint.tokenizer(), model_config)
+
+    @property
+    def state(self) -> Literal["starting", "ready", "dead"]:
+        if self._failure is not None:
+            return "dead"
+        return "ready" if self.engine_info is not None else "starting"
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Block until the engine is loaded and warm. Raises `SetupError` or `EngineError` if it cannot be."""
+        if not self._settled.wait(timeout):
+            raise as_exception(RequestFailure("timeout", f"the engine was not ready within {timeout} seconds"))
+        self._raise_if_dead()
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Deltas of all `params.n` answers, interleaved. Leaving the iterator aborts what is unfinished.
+
+        Raises `RequestError` for what the engine refuses, `EngineError` if it dies.
+        """
+        self._raise_if_dead()
+        request_id = request_id or uuid.uuid4().hex
+        builders = {
+            _child_id(request_id, index): AnswerBuilder(index, len(prompt_token_ids), params, self.tokenizer)
+            for index in range(params.n)
+        }
+        mailbox = Mailbox(asyncio.get_running_loop())
+        self._open(list(builders), mailbox)
+        try:
+            self._submit(list(builders), list(prompt_token_ids), params)
+            while mailbox.open_ids:
+                output = await mailbox.get()
+                delta = builders[output.request_id].push(output)
+                if delta.finish_reason is not None:
+                    self._close(output.request_id, aborts=output.finish_reason is None)
+                yield delta
+        finally:
+            for child_id in list(mailbox.open_ids):
+                self._close(child_id, aborts=True)
+            for builder in builders.values():
+                self._observe(builder.timings())
+
+    async def complete(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+    ) -> list[Completion]:
+        """All `params.n` answers, whole, in order."""
+        deltas = [delta async for delta in self.generate(prompt_token_ids, params, request_id=request_id)]
+        return [merge_deltas([delta for delta in deltas if delta.index == index]) for index in range(params.n)]
+
+    def abort(self, request_id: str) -> None:
+        """End a request; whoever reads its answer gets `finish_reason="abort"`."""
+        with self._lock:
+            child_ids = [i for i in self._mailboxes if i == request_id or i.rpartition("/")[0] == request_id]
+        for child_id in child_ids:
+            self.transport.send(AbortRequest(child_id))
+
+    def close(self) -> None:
+        """Stop the engine; requests in flight end with `shutting_down`."""
+        self._fail(EngineFailed("shutting_down", "the engine is shutting down"))
+        self.transport.close()
+
+    def _open(self, child_ids: list[str], mailbox: "Mailbox") -> None:
+        with self._lock:
+            if any(child_id in self._mailboxes for child_id in child_ids):
+                raise RequestError("invalid_request", "this request id is in use", param="request_id")
+            for child_id in child_ids:
+                self._mailboxes[child_id] = mailbox
+                mailbox.open_ids.add(child_id)
+        if self._failure is not None:
+            mailbox.fail(as_exception(RequestFailure(self._failure.code, self._failure.message)))
+
+    def _submit(self, child_ids: list[str], prompt_token_ids: list[int], params: SamplingParams) -> None:
+        seed = uuid.uuid4().int & (2**63 - 1) if params.seed is None else params.seed
+        for index, child_id in enumerate(child_ids):
+            request = EngineRequest(
+                child_id, prompt_token_ids, params, seed=seed + index, arrival_time=time.monotonic()
+            )
+            self.transport.send(request)
+
+    def _close(self, child_id: str, *, aborts: bool) -> None:
+        with self._lock:
+            mailbox = self._mailboxes.pop(child_id, None)
+        if mailbox is not None:
+            mailbox.open_ids.discard(child_id)
+            if aborts and self._failure is None:
+                self.transport.send(AbortRequest(child_id))
+
+    def _observe(self, timings: RequestTimings) -> None:
+        for observer in self.observers:
+            observer(timings)
+
+    def _raise_if_dead(self) -> None:
+        if self._failure is not None:
+            raise as_exception(RequestFailure(self._failure.code, self._failure.message))
+
+    def _on_message(self, message: FromEngine) -> None:
+        """Runs in the transport's thread."""
+        if isinstance(message, StepOutput):
+            self.stats = message.stats
+            self._deliver(message.outputs)
+        elif isinstance(message, EngineReady):
+            self.engine_info = message
+            self.max_model_len = message.max_model_len
+            self._settled.set()
+        else:
+            self._fail(message)
+
+    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        """One wake-up a loop for all outputs of a step."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenOutput]]] = {}
+        with self._lock:
+            for output in outputs:
+                mailbox = self._mailboxes.get(output.request_id)
+                if mailbox is not None:
+                    by_loop.setdefault(mailbox.loop, []).append((mailbox, output))
+        for loop, items in by_loop.items():
+            _call_in_loop(loop, partial(_put_all, items))
+
+    def _fail(self, failure: EngineFailed) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            mailboxes = set(self._mailboxes.values())
+        self._settled.set()
+        for mailbox in mailboxes:
+            error = as_exception(RequestFailure(failure.code, failure.message))
+            _call_in_loop(mailbox.loop, partial(mailbox.fail, error))
+
+
+class Mailbox:
+    """Where one request's outputs wait for its reader; only its event loop touches the queue."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.open_ids: set[str] = set()
+        self._queue: asyncio.Queue[TokenOutput | MMServeError] = asyncio.Queue()
+
+    def put(self, output: TokenOutput) -> None:
+        self._queue.put_nowait(output)
+
+    def fail(self, error: MMServeError) -> None:
+        self._queue.put_nowait(error)
+
+    async def get(self) -> TokenOutput:
+        item = await self._queue.get()
+        if isinstance(item, MMServeError):
+            raise item
+        return item
+
+
+def _put_all(items: Sequence[tuple[Mailbox, TokenOutput]]) -> None:
+    for mailbox, output in items:
+        mailbox.put(output)
+
+
+def _child_id(request_id: str, index: int) -> str:
+    return f"{request_id}/{index}"
+
+
+def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        # The reader's loop is closed: there is nobody left to tell.
+        return

@@ -1,0 +1,143 @@
+"""An answer as its reader sees it: text deltas built from the engine's token outputs, and how long they took."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmserve.engine.detokenizer import Detokenizer
+from mmserve.engine.messages import RequestFailure, TokenOutput
+from mmserve.errors import HTTP_STATUS, EngineError, MMServeError, RequestError, SetupError
+from mmserve.request import FinishReason, SamplingParams, TokenLogprob
+from mmserve.weights.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What is new of answer `index`. The last one carries `finish_reason`, and the stop string or token id if any."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestTimings:
+    """Seconds, as seen by the front end, of one finished, failed or abandoned answer."""
+
+    queue_seconds: float
+    time_to_first_token: float | None
+    inter_token_latencies: tuple[float, ...]
+    e2e_seconds: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    finish_reason: FinishReason
+
+
+class AnswerBuilder:
+    """Turns the outputs of one sequence into deltas."""
+
+    def __init__(self, index: int, num_prompt_tokens: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self._index = index
+        self._num_prompt_tokens = num_prompt_tokens
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, params)
+        self._started = time.monotonic()
+        self._token_times: list[float] = []
+        self._queue_seconds = 0.0
+        self._finish_reason: FinishReason | None = None
+        self._ended: float | None = None
+
+    def push(self, output: TokenOutput) -> CompletionDelta:
+        """The delta of one output. Raises what the engine says against the request."""
+        if output.failure is not None:
+            self._finish("error")
+            raise as_exception(output.failure)
+        self._queue_seconds = output.queue_seconds
+        self._token_times += [time.monotonic()] * len(output.token_ids)
+        text = self._detokenizer.push(self._visible_ids(output))
+        finish_reason, stop_reason = self._end(output)
+        if finish_reason is not None:
+            text += self._detokenizer.finish()
+            self._finish(finish_reason)
+        return CompletionDelta(
+            index=self._index,
+            text=text,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+
+    def timings(self) -> RequestTimings:
+        times = self._token_times
+        return RequestTimings(
+            queue_seconds=self._queue_seconds,
+            time_to_first_token=times[0] - self._started if times else None,
+            inter_token_latencies=tuple(later - earlier for earlier, later in itertools.pairwise(times)),
+            e2e_seconds=(self._ended or time.monotonic()) - self._started,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=len(times),
+            finish_reason=self._finish_reason or "abort",
+        )
+
+    def _visible_ids(self, output: TokenOutput) -> Sequence[int]:
+        """A stop token ends the answer without being part of its text."""
+        hides_last = output.stop_token_id is not None and not self._params.include_stop_str_in_output
+        return output.token_ids[:-1] if hides_last else output.token_ids
+
+    def _end(self, output: TokenOutput) -> tuple[FinishReason | None, str | int | None]:
+        if self._detokenizer.stop_string is not None:
+            return "stop", self._detokenizer.stop_string
+        is_chosen = output.stop_token_id in self._params.stop_token_ids
+        return output.finish_reason, output.stop_token_id if is_chosen else None
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._finish_reason = reason
+        self._ended = time.monotonic()
+
+
+def merge_deltas(deltas: Sequence[CompletionDelta]) -> Completion:
+    """All deltas of one answer, in order, as one."""
+    last = deltas[-1]
+    return Completion(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )
+
+
+def as_exception(failure: RequestFailure) -> MMServeError:
+    """The branch of the error tree follows from the code: the sender's fault, this machine's lack, or the engine's."""
+    kind: type[MMServeError] = EngineError
+    if HTTP_STATUS[failure.code] < 500 and failure.code != "queue_full":
+        kind = RequestError
+    elif failure.code in ("model_unavailable", "missing_dependency", "insufficient_memory"):
+        kind = SetupError
+    return kind(failure.code, failure.message, param=failure.param)

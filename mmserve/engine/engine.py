@@ -1,0 +1,80 @@
+"""The loop's one step: schedule, run, update."""
+
+from mmserve.config import EngineConfig
+from mmserve.engine.messages import EngineReady, EngineRequest, RequestFailure, StepOutput, TokenOutput
+from mmserve.engine.model_runner import ModelRunner
+from mmserve.engine.sampler import check_token_ids
+from mmserve.engine.scheduler import Scheduler
+from mmserve.errors import MMServeError, RequestError
+from mmserve.request import Sequence
+from mmserve.weights.checkpoint import Checkpoint, open_checkpoint
+
+
+class Engine:
+    """Sequences in, tokens out. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
+        """Load and warm up. Raises `SetupError`."""
+        checkpoint = checkpoint or open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
+        self._runner = ModelRunner(config, checkpoint)
+        self._runner.warm_up(config.scheduler.max_num_batched_tokens)
+        self._vocab_size = self._runner.model_config.vocab_size
+        self.scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            num_blocks=self._runner.kv_cache.num_blocks,
+            max_model_len=self._runner.max_model_len,
+            eos_token_ids=self._runner.model_config.eos_token_ids,
+        )
+
+    @property
+    def ready_message(self) -> EngineReady:
+        return EngineReady(
+            max_model_len=self._runner.max_model_len,
+            num_blocks=self._runner.kv_cache.num_blocks,
+            device=str(self._runner.device),
+            dtype=str(self._runner.dtype).removeprefix("torch."),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, request: EngineRequest) -> TokenOutput | None:
+        """Queue a request. One that is refused gets its answer at once: an output that carries the failure."""
+        try:
+            self._check(request)
+            self.scheduler.add(_sequence(request))
+        except MMServeError as error:
+            failure = RequestFailure(error.code, error.message, error.param)
+            return TokenOutput(request.request_id, finish_reason="error", failure=failure)
+        return None
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """Free everything that a request holds; None if it is not known any more."""
+        return TokenOutput(request_id, finish_reason="abort") if self.scheduler.abort(request_id) else None
+
+    def step(self) -> StepOutput:
+        batch = self.scheduler.schedule()
+        sampled = self._runner.run(batch)
+        outputs = self.scheduler.update(batch, sampled)
+        return StepOutput(tuple(outputs), self.scheduler.stats())
+
+    def _check(self, request: EngineRequest) -> None:
+        if not request.prompt_token_ids:
+            raise RequestError("invalid_request", "the prompt is empty", param="prompt")
+        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= self._vocab_size:
+            last = self._vocab_size - 1
+            raise RequestError("invalid_request", f"prompt token ids must be between 0 and {last}", param="prompt")
+        check_token_ids(request.params, self._vocab_size)
+
+
+def _sequence(request: EngineRequest) -> Sequence:
+    return Sequence(
+        request.request_id,
+        request.prompt_token_ids,
+        request.params,
+        seed=request.seed,
+        images=request.images,
+        arrival_time=request.arrival_time,
+    )

@@ -1,0 +1,173 @@
+"""From a scheduled batch to tensors, logits and token ids. Owns the device, the weights and the paged tensors."""
+
+from collections.abc import Sequence as Rows
+
+import psutil
+import torch
+
+from mmserve.attention.base import AttentionBatch
+from mmserve.attention.context import ForwardContext
+from mmserve.attention.torch_backend import TorchAttention
+from mmserve.cache.kv_cache import KVCache
+from mmserve.config import GIB, CacheConfig, DTypeName, EngineConfig, ModelConfig
+from mmserve.engine.sampler import Sampler
+from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
+from mmserve.errors import SetupError
+from mmserve.layers.rotary import RotaryTable
+from mmserve.models.loading import LayerLoader
+from mmserve.models.registry import model_class
+from mmserve.request import SampledToken, SamplingParams, Sequence
+from mmserve.weights.checkpoint import Checkpoint
+from mmserve.weights.loader import WeightReader
+
+_CPU_DEFAULT_BYTES = 2 * GIB
+
+
+class ModelRunner:
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        """Load the model, size and allocate the KV cache. Raises `SetupError` if a weight or memory is missing."""
+        self.device = _device(config.device)
+        if self.device.type == "cpu" and config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        self.dtype = _dtype(config.dtype, self.model_config, self.device)
+        self.block_size = config.cache.block_size
+        backend = TorchAttention(
+            head_dim=self.model_config.head_dim, block_size=self.block_size, dtype=self.dtype, device=self.device
+        )
+        self._attention = backend
+        reader = WeightReader(checkpoint)
+        loader = LayerLoader(reader, self.dtype, self.device)
+        self._model = model_class(self.model_config.architecture)(loader, self.model_config, backend)
+        reader.finish()
+        self.max_model_len, num_blocks = self._size_cache(config)
+        self._rotary = RotaryTable(
+            self.model_config.rope,
+            head_dim=self.model_config.head_dim,
+            max_positions=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.kv_cache = KVCache(
+            self.model_config, num_blocks=num_blocks, block_size=self.block_size, dtype=self.dtype, device=self.device
+        )
+        self._sampler = Sampler(eos_token_ids=self.model_config.eos_token_ids)
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> dict[str, SampledToken]:
+        """One step: write K and V of every scheduled token, and sample where a sequence's last token was reached."""
+        rows = sorted(batch.sequences, key=_row_order)
+        token_ids = [token for scheduled in rows for token in _scheduled_tokens(scheduled)]
+        hidden = self._model.forward(self._model.embed(self._tensor(token_ids)), self._context(rows))
+        sampling = [scheduled.sequence for scheduled in rows if scheduled.samples]
+        if not sampling:
+            return {}
+        logits = self._model.logits(hidden.index_select(0, self._tensor(_last_rows(rows))))
+        sampled = self._sampler.sample(logits, sampling)
+        return {sequence.request_id: token for sequence, token in zip(sampling, sampled, strict=True)}
+
+    def warm_up(self, max_num_batched_tokens: int) -> None:
+        """Run a prompt and a decoding step in block 0, so that the first request does not pay for what is lazy."""
+        length = min(max_num_batched_tokens, self.max_model_len - 1, self.block_size)
+        sequence = Sequence("warm-up", [0] * length, SamplingParams(temperature=0.0), block_ids=[0])
+        for num_tokens in (length, 1):
+            sequence.num_computed_tokens = length - num_tokens
+            self.run(ScheduledBatch((ScheduledSequence(sequence, num_tokens),)))
+
+    def _context(self, rows: Rows[ScheduledSequence]) -> ForwardContext:
+        positions = [position for scheduled in rows for position in _scheduled_positions(scheduled)]
+        slots = [slot for scheduled in rows for slot in self._slots(scheduled)]
+        cos, sin = self._rotary.at(self._tensor(positions))
+        attention = AttentionBatch(
+            query_lens=[scheduled.num_scheduled_tokens for scheduled in rows],
+            context_lens=[_context_len(scheduled) for scheduled in rows],
+            block_tables=[scheduled.sequence.block_ids for scheduled in rows],
+        )
+        return ForwardContext(self._tensor(slots), cos, sin, self.kv_cache.layers, self._attention.prepare(attention))
+
+    def _slots(self, scheduled: ScheduledSequence) -> list[int]:
+        size, block_ids = self.block_size, scheduled.sequence.block_ids
+        return [block_ids[position // size] * size + position % size for position in _scheduled_positions(scheduled)]
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _size_cache(self, config: EngineConfig) -> tuple[int, int]:
+        """The context's length and the number of blocks. A context that was asked for and does not fit is an error."""
+        bytes_per_block = KVCache.bytes_per_block(self.model_config, self.block_size, self.dtype)
+        num_blocks = _cache_bytes(config.cache, self.device) // bytes_per_block
+        wanted = config.max_model_len or self.model_config.max_context
+        if wanted > self.model_config.max_context:
+            raise SetupError(
+                "model_unavailable",
+                f"--max-model-len {wanted} exceeds the {self.model_config.max_context} positions that the model has",
+            )
+        needed = -(-wanted // self.block_size) * bytes_per_block
+        if num_blocks == 0 or (config.max_model_len and num_blocks * bytes_per_block < needed):
+            raise SetupError(
+                "insufficient_memory",
+                f"a context of {wanted} tokens needs {needed / GIB:.2f} GiB of KV cache, but there are"
+                f" {num_blocks * bytes_per_block / GIB:.2f} GiB: raise --kv-cache-memory-bytes or"
+                " --gpu-memory-utilization, or lower --max-model-len",
+            )
+        return min(wanted, num_blocks * self.block_size), num_blocks
+
+
+def _row_order(scheduled: ScheduledSequence) -> tuple[bool, int]:
+    """Single queries first, longest context first, as `AttentionBatch` asks."""
+    return scheduled.num_scheduled_tokens > 1, -_context_len(scheduled)
+
+
+def _context_len(scheduled: ScheduledSequence) -> int:
+    return scheduled.sequence.num_computed_tokens + scheduled.num_scheduled_tokens
+
+
+def _scheduled_positions(scheduled: ScheduledSequence) -> range:
+    return range(scheduled.sequence.num_computed_tokens, _context_len(scheduled))
+
+
+def _scheduled_tokens(scheduled: ScheduledSequence) -> list[int]:
+    return scheduled.sequence.tokens(scheduled.sequence.num_computed_tokens, _context_len(scheduled))
+
+
+def _last_rows(rows: Rows[ScheduledSequence]) -> list[int]:
+    last_rows, end = [], 0
+    for scheduled in rows:
+        end += scheduled.num_scheduled_tokens
+        if scheduled.samples:
+            last_rows.append(end - 1)
+    return last_rows
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SetupError("model_unavailable", f"--device {name} cannot be used here: {error}") from None
+    return device
+
+
+def _dtype(name: DTypeName, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's precision on a GPU; on a CPU bfloat16 where it computes in it, else float32."""
+    if name == "auto" and device.type == "cpu":
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    dtype: torch.dtype = getattr(torch, model.dtype if name == "auto" else name)
+    return dtype
+
+
+def _cache_bytes(config: CacheConfig, device: torch.device) -> int:
+    """Bytes for the KV cache: as asked, else a share of the device's total, and never more than what is free."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        default = int(total * 0.9) - (total - free)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+        default = _CPU_DEFAULT_BYTES
+    if config.memory_bytes is not None:
+        return config.memory_bytes
+    share = default if config.memory_utilization is None else int(total * config.memory_utilization) - (total - free)
+    return max(min(share, free), 0)

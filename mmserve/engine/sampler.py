@@ -1,0 +1,248 @@
+"""Logits to token ids: one batched call a step, in which only the rows that ask for a feature pay for it.
+
+Order of the adjustments: repetition penalty (Hugging Face's: prompt and output), frequency and presence penalties
+(OpenAI's: output only), logit_bias, the ban of min_tokens. Order of the filters, as in `transformers`: temperature,
+top_k, top_p, min_p. A row's draw depends on its own logits, seed and number of output tokens, never on its neighbours.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Rows
+from itertools import chain
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from mmserve.errors import RequestError
+from mmserve.request import MAX_LOGPROBS, SampledToken, SamplingParams, Sequence, TokenLogprob
+
+# Written for a log-probability of minus infinity, which JSON cannot carry; the value is OpenAI's.
+MIN_LOGPROB = -9999.0
+MIN_TEMPERATURE = 1e-5
+# topk of 256 out of 49,152 takes 0.12 ms a row on one CPU core; a sort takes 3.3 ms.
+NUM_CANDIDATES = 256
+WIDENING = 16
+DRAW_BLOCK = 128
+
+
+class Sampler:
+    """Chooses the next token of every sequence; keeps nothing between calls."""
+
+    def __init__(self, *, eos_token_ids: Iterable[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
+        """`logits` is [n, vocab] of any float dtype and is left as it was; row i belongs to `sequences[i]`.
+
+        A row of NaN gets an arbitrary token of the vocabulary, and its neighbours theirs.
+        """
+        # Not argmax, which takes six times as long on CPU bfloat16.
+        chosen = logits.max(dim=-1).indices
+        special = [row for row, sequence in enumerate(sequences) if self._is_special(sequence)]
+        if special:
+            scores = _take_rows(logits, special).to(torch.float32, copy=True)
+            chosen[special] = self._choose(scores, [sequences[row] for row in special])
+        token_ids = chosen.tolist()
+        logprobs = _logprobs(logits, token_ids, sequences)
+        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+    def _is_special(self, sequence: Sequence) -> bool:
+        params = sequence.params
+        return (
+            _is_random(params)
+            or params.repetition_penalty != 1.0
+            or _penalises_counts(params)
+            or bool(params.logit_bias)
+            or bool(self._banned_ids(sequence))
+        )
+
+    def _banned_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        params = sequence.params
+        if len(sequence.output_token_ids) >= params.min_tokens:
+            return ()
+        return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+
+    def _choose(self, scores: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+        """Adjusts `scores` [n, vocab] in place -> token ids [n]."""
+        _apply_repetition_penalty(scores, sequences)
+        _apply_count_penalties(scores, sequences)
+        _apply_logit_bias(scores, sequences)
+        rows, ids = _pairs(scores, [self._banned_ids(sequence) for sequence in sequences])
+        scores[rows, ids] = -torch.inf
+        random = [row for row, sequence in enumerate(sequences) if _is_random(sequence.params)]
+        if len(random) == len(sequences):
+            return _draw(scores, sequences)
+        chosen = scores.max(dim=-1).indices
+        if random:
+            chosen[random] = _draw(scores[random], [sequences[row] for row in random])
+        return chosen
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """To be called at admission: raises `RequestError` naming an id in `params` that is not in the vocabulary."""
+    for param, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                sentence = f"{param} holds token id {token_id}; this model's ids go from 0 to {vocab_size - 1}"
+                raise RequestError("invalid_request", sentence, param=param)
+
+
+def uniform(seed: int, step: int) -> float:
+    """A number in [0, 1 - 2**-52] that depends on `seed` and `step` alone."""
+    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 12) * 2.0**-52
+
+
+def _is_random(params: SamplingParams) -> bool:
+    return not params.is_greedy and params.top_k != 1
+
+
+def _penalises_counts(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _take_rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _pairs(like: torch.Tensor, ids_of_rows: Rows[Collection[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One list of ids a row -> flat (rows, ids), to index `like` [n, vocab] with."""
+    lengths = [len(ids) for ids in ids_of_rows]
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    ids = np.fromiter(chain.from_iterable(ids_of_rows), dtype=np.int64, count=sum(lengths))
+    return torch.from_numpy(rows).to(like.device), torch.from_numpy(ids).to(like.device)
+
+
+def _apply_repetition_penalty(scores: torch.Tensor, sequences: Rows[Sequence]) -> None:
+    penalties = [sequence.params.repetition_penalty for sequence in sequences]
+    if all(penalty == 1.0 for penalty in penalties):
+        return
+    rows, ids = _pairs(scores, [[] if s.params.repetition_penalty == 1.0 else s.token_ids for s in sequences])
+    penalty = scores.new_tensor(penalties)[rows]
+    # An id that occurs twice is written twice, with the same value.
+    seen = scores[rows, ids]
+    scores[rows, ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+
+def _apply_count_penalties(scores: torch.Tensor, sequences: Rows[Sequence]) -> None:
+    if not any(_penalises_counts(sequence.params) for sequence in sequences):
+        return
+    outputs = [s.output_token_ids if _penalises_counts(s.params) else [] for s in sequences]
+    rows, ids = _pairs(scores, outputs)
+    vocab_size = scores.shape[-1]
+    keys, counts = torch.unique(rows * vocab_size + ids, return_counts=True)
+    rows, ids = keys // vocab_size, keys % vocab_size
+    presence = scores.new_tensor([sequence.params.presence_penalty for sequence in sequences])
+    frequency = scores.new_tensor([sequence.params.frequency_penalty for sequence in sequences])
+    scores[rows, ids] -= presence[rows] + frequency[rows] * counts
+
+
+def _apply_logit_bias(scores: torch.Tensor, sequences: Rows[Sequence]) -> None:
+    biases = [sequence.params.logit_bias for sequence in sequences]
+    rows, ids = _pairs(scores, biases)
+    scores[rows, ids] += scores.new_tensor([value for bias in biases for value in bias.values()])
+
+
+def _draw(scores: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+    """Random token ids [n] from adjusted `scores` [n, vocab]."""
+    choices = [s.params for s in sequences]
+    vocab_size = scores.shape[-1]
+    settings = torch.tensor(
+        [
+            [max(params.temperature, MIN_TEMPERATURE) for params in choices],
+            [min(params.top_k or vocab_size, vocab_size) for params in choices],
+            [params.top_p for params in choices],
+            [params.min_p for params in choices],
+            [uniform(s.seed, len(s.output_token_ids)) for s in sequences],
+        ],
+        dtype=torch.float64,
+    ).to(scores.device)
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / settings[0, :, None].float()
+    narrow = [row for row, params in enumerate(choices) if params.top_p < 1.0 or 0 < params.top_k < vocab_size]
+    if len(narrow) == len(choices):
+        return _draw_narrow(scores, settings, min(NUM_CANDIDATES, vocab_size))
+    if not narrow:
+        return _draw_wide(scores, settings)
+    drawn = _draw_wide(scores, settings)
+    drawn[narrow] = _draw_narrow(scores[narrow], settings[:, narrow], min(NUM_CANDIDATES, vocab_size))
+    return drawn
+
+
+def _draw_wide(scores: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """Draws by inverse distribution over the whole vocabulary, min_p being a threshold that needs no order.
+
+    First a block of the vocabulary is drawn, then a token in it: over 49,152 tokens the sums of the blocks take 0.01 ms
+    a row on one CPU core, a float64 cumsum of everything 0.35 ms.
+    """
+    _, _, _, min_p, draw = settings
+    weights = scores.exp()
+    weights = torch.where(weights >= min_p[:, None].float(), weights, 0.0)
+    weights = F.pad(weights, (0, -weights.shape[-1] % DRAW_BLOCK)).reshape(len(scores), -1, DRAW_BLOCK)
+    blocks = weights.sum(dim=-1, dtype=torch.float64)
+    ends = blocks.cumsum(dim=-1)
+    target = draw[:, None] * ends[:, -1:]
+    block = _first_above(ends, target)
+    every_row = torch.arange(len(scores), device=scores.device)[:, None]
+    inside = weights[every_row, block].squeeze(1).cumsum(dim=-1, dtype=torch.float64)
+    start = ends.gather(1, block) - blocks.gather(1, block)
+    # Rounding must not carry the target past the last token of the block that can be drawn.
+    rest = torch.minimum(target - start, inside[:, -1:] * (1 - 2.0**-52))
+    token_ids = (block * DRAW_BLOCK + _first_above(inside, rest)).squeeze(1)
+    return token_ids.clamp(max=scores.shape[-1] - 1)
+
+
+def _draw_narrow(scores: torch.Tensor, settings: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """Draws among the `num_candidates` best; rows whose filters let more through are drawn again, from more."""
+    _, top_k, top_p, min_p, draw = settings[:, :, None]
+    best, token_ids = scores.topk(num_candidates, dim=-1)
+    weights = best.exp().double()
+    rank = torch.arange(num_candidates, device=scores.device)
+    weights = torch.where(rank < top_k, weights, 0.0)
+    ends = weights.cumsum(dim=-1)
+    has_top_k = top_k < scores.shape[-1]
+    total = ends[:, -1:] if bool(has_top_k.all()) else _totals(scores, ends, has_top_k)
+    kept = (rank < top_k) & (ends - weights < top_p * total) & (weights >= min_p)
+    last_kept = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
+    place = torch.minimum(_first_above(ends, draw * ends.gather(1, last_kept)), last_kept)
+    drawn = token_ids.gather(1, place).squeeze(1)
+    overflow = ((top_k > num_candidates) & (has_top_k | kept[:, -1:])).squeeze(1)
+    if bool(overflow.any()):
+        more = min(num_candidates * WIDENING, scores.shape[-1])
+        drawn[overflow] = _draw_narrow(scores[overflow], settings[:, overflow], more)
+    return drawn
+
+
+def _totals(scores: torch.Tensor, ends: torch.Tensor, has_top_k: torch.Tensor) -> torch.Tensor:
+    """The mass [n, 1] of which top_p is a share: that of the top_k, or of the whole vocabulary."""
+    whole = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return torch.where(has_top_k, ends[:, -1:], whole)
+
+
+def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Per row of `ends` [n, m], which ascends: the first index [n, 1] whose value is above `target` [n, 1]."""
+    return torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
+
+
+def _logprobs(logits: torch.Tensor, token_ids: list[int], sequences: Rows[Sequence]) -> dict[int, TokenLogprob]:
+    """Row -> log-probabilities of the raw logits, for the rows that want them."""
+    wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
+    if not wanted:
+        return {}
+    rows = list(wanted)
+    raw = _take_rows(logits, rows).float()
+    raw = raw - raw.logsumexp(dim=-1, keepdim=True)
+    own = raw.gather(1, torch.tensor([[token_ids[row]] for row in rows], device=raw.device))
+    best, best_ids = raw.topk(min(MAX_LOGPROBS, raw.shape[-1]), dim=-1)
+    table = zip(rows, own[:, 0].tolist(), best_ids.tolist(), best.tolist(), strict=True)
+    return {
+        row: TokenLogprob(
+            token_ids[row], _finite(value), tuple(zip(ids, map(_finite, values), strict=True))[: wanted[row]]
+        )
+        for row, value, ids, values in table
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB

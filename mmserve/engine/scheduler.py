@@ -1,0 +1,263 @@
+"""Which sequences run next, and how many tokens of each. One rule: computed tokens catch up under a budget."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mmserve.cache.block_pool import BlockPool
+from mmserve.cache.prefix_cache import PrefixCache, block_hash
+from mmserve.config import CacheConfig, SchedulerConfig
+from mmserve.engine.messages import EngineStats, TokenOutput
+from mmserve.errors import EngineError, RequestError
+from mmserve.request import FinishReason, SampledToken, Sequence, SequenceStatus
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """`num_scheduled_tokens` tokens from `num_computed_tokens` on; `samples` if the last of them is the last known."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        return self.sequence.num_computed_tokens + self.num_scheduled_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    sequences: tuple[ScheduledSequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(scheduled.num_scheduled_tokens for scheduled in self.sequences)
+
+
+class Scheduler:
+    """Owns the queues and the block accounting; never sees a tensor."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.block_size = cache_config.block_size
+        self.max_model_len = max_model_len
+        self.prefix_cache = PrefixCache() if cache_config.enable_prefix_caching else None
+        self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.evict if self.prefix_cache else lambda _: None)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._by_id: dict[str, Sequence] = {}
+        self._queue_seconds: dict[str, float] = {}
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_requests_running=len(self.running),
+            num_requests_waiting=len(self.waiting),
+            kv_cache_usage_ratio=self.pool.num_referenced / self.pool.num_blocks,
+            prefix_cache_queries=self.prefix_cache.num_queried_tokens if self.prefix_cache else 0,
+            prefix_cache_hits=self.prefix_cache.num_hit_tokens if self.prefix_cache else 0,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, or raise: `context_length_exceeded` for what can never fit, `queue_full`."""
+        self._check_admission(sequence)
+        self._by_id[sequence.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a sequence wherever it is; False if it is unknown (finished already)."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None:
+            return False
+        self._finish(sequence)
+        return True
+
+    def schedule(self) -> ScheduledBatch:
+        """The next batch: running sequences first, then waiting ones while budget, seats and blocks last."""
+        scheduled: list[ScheduledSequence] = []
+        budget = self.config.max_num_batched_tokens
+        num_preemptions_before = self.num_preemptions
+        for sequence in tuple(self.running):
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            if num_tokens and sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, num_tokens):
+                scheduled.append(ScheduledSequence(sequence, num_tokens))
+                budget -= num_tokens
+        while budget and self.num_preemptions == num_preemptions_before and self._admit_next():
+            sequence = self.running[-1]
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            self._allocate(sequence, num_tokens)
+            scheduled.append(ScheduledSequence(sequence, num_tokens))
+            budget -= num_tokens
+        return ScheduledBatch(tuple(scheduled))
+
+    def update(self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
+        """Advance what the batch computed, append what it sampled, and finish what is done."""
+        outputs = []
+        for scheduled in batch.sequences:
+            sequence = scheduled.sequence
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            samples = scheduled.samples
+            sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+            self._publish_full_blocks(sequence)
+            if samples:
+                outputs.append(self._append(sequence, sampled[sequence.request_id]))
+        return outputs
+
+    def _check_admission(self, sequence: Sequence) -> None:
+        num_prompt_tokens, max_tokens = len(sequence.prompt_token_ids), sequence.params.max_tokens
+        wanted = num_prompt_tokens + (max_tokens or 1)
+        if wanted > self.max_model_len or self._num_blocks(wanted) > self.pool.num_blocks:
+            raise RequestError(
+                "context_length_exceeded",
+                f"the prompt has {num_prompt_tokens} tokens and {max_tokens or 'at least 1'} more are asked for,"
+                f" but the context holds {self.max_model_len}: shorten the prompt, lower max_tokens, or start with a"
+                " larger --max-model-len",
+                param="max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
+            )
+        if len(self.waiting) >= self.config.max_num_waiting:
+            raise EngineError("queue_full", f"{len(self.waiting)} requests are waiting already: try again later")
+        if sequence.request_id in self._by_id:
+            raise RequestError("invalid_request", f"request id {sequence.request_id!r} is in use", param="request_id")
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for the next `num_tokens` of a running sequence, preempting the newest ones as needed."""
+        while not self._fits(sequence, num_tokens):
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        self._allocate(sequence, num_tokens)
+        return True
+
+    def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
+        needed = self._num_blocks(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
+        return needed <= self.pool.num_available
+
+    def _allocate(self, sequence: Sequence, num_tokens: int) -> None:
+        needed = self._num_blocks(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
+        sequence.block_ids += self.pool.allocate(max(needed, 0))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.running.remove(sequence)
+        self._release_blocks(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+
+    def _admit_next(self) -> bool:
+        """Move the first waiting sequence to the running ones, with its cached prefix, if seats and blocks suffice."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return False
+        sequence = self.waiting[0]
+        self._take_cached_prefix(sequence)
+        if not self._fits(sequence, sequence.num_tokens - sequence.num_computed_tokens):
+            self._release_blocks(sequence)
+            return False
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        self._count_admission(sequence)
+        return True
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        """Bookkeeping of a first admission; one after preemption counts neither as waiting nor as a cache query."""
+        if sequence.request_id in self._queue_seconds:
+            return
+        self._queue_seconds[sequence.request_id] = max(self._clock() - sequence.arrival_time, 0.0)
+        sequence.num_cached_prompt_tokens = sequence.num_computed_tokens
+        if self.prefix_cache is not None:
+            self.prefix_cache.num_queried_tokens += len(sequence.prompt_token_ids)
+            self.prefix_cache.num_hit_tokens += sequence.num_cached_prompt_tokens
+
+    def _take_cached_prefix(self, sequence: Sequence) -> None:
+        """Share the blocks of the longest cached prefix; the last token is always computed, for its logits."""
+        if self.prefix_cache is None:
+            return
+        for i_block in range((sequence.num_tokens - 1) // self.block_size):
+            content_hash, parent_hash, token_ids = self._block_content(sequence, i_block)
+            block_id = self.prefix_cache.find(content_hash, parent_hash, token_ids)
+            if block_id is None:
+                return
+            self.pool.share(block_id)
+            sequence.block_ids.append(block_id)
+            sequence.num_computed_tokens += self.block_size
+
+    def _publish_full_blocks(self, sequence: Sequence) -> None:
+        if self.prefix_cache is None:
+            return
+        for i_block in range(sequence.num_published_blocks, sequence.num_computed_tokens // self.block_size):
+            content_hash, parent_hash, token_ids = self._block_content(sequence, i_block)
+            block_id = sequence.block_ids[i_block]
+            if self.prefix_cache.publish(content_hash, parent_hash, token_ids, block_id):
+                self.pool.mark_cached(block_id)
+            sequence.num_published_blocks = i_block + 1
+
+    def _block_content(self, sequence: Sequence, i_block: int) -> tuple[bytes, bytes, list[int]]:
+        """Hash, parent hash and tokens of a full block; hashes are kept with the sequence."""
+        start = i_block * self.block_size
+        token_ids = sequence.tokens(start, start + self.block_size)
+        hashes = sequence.block_hashes
+        parent_hash = hashes[i_block - 1] if i_block else b""
+        if i_block == len(hashes):
+            hashes.append(block_hash(parent_hash, token_ids, start, sequence.images))
+        return hashes[i_block], parent_hash, token_ids
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
+        sequence.output_token_ids.append(sampled.token_id)
+        finish_reason, stop_token_id = self._finish_reason(sequence, sampled.token_id)
+        output = TokenOutput(
+            sequence.request_id,
+            token_ids=(sampled.token_id,),
+            logprobs=(sampled.logprob,) if sampled.logprob else (),
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=sequence.num_cached_prompt_tokens,
+            queue_seconds=self._queue_seconds[sequence.request_id],
+        )
+        if finish_reason:
+            self._finish(sequence)
+        return output
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params, num_output_tokens = sequence.params, len(sequence.output_token_ids)
+        if num_output_tokens >= params.min_tokens:
+            if token_id in self._eos_token_ids and not params.ignore_eos:
+                return "stop", token_id
+            if token_id in params.stop_token_ids:
+                return "stop", token_id
+        if num_output_tokens == params.max_tokens or sequence.num_tokens >= self.max_model_len:
+            return "length", None
+        return None, None
+
+    def _finish(self, sequence: Sequence) -> None:
+        (self.running if sequence.status is SequenceStatus.RUNNING else self.waiting).remove(sequence)
+        self._release_blocks(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        del self._by_id[sequence.request_id]
+        self._queue_seconds.pop(sequence.request_id, None)
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        self.pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = 0
+        sequence.num_published_blocks = 0

@@ -1,0 +1,59 @@
+"""The engine's own thread of control: take messages, step while there is work, send what came out."""
+
+import logging
+import queue
+from collections.abc import Callable
+
+from mmserve.config import EngineConfig
+from mmserve.engine.engine import Engine
+from mmserve.engine.messages import (
+    AbortRequest,
+    EngineFailed,
+    EngineRequest,
+    FromEngine,
+    Shutdown,
+    StepOutput,
+    ToEngine,
+    TokenOutput,
+)
+from mmserve.errors import MMServeError
+
+logger = logging.getLogger(__name__)
+
+Inbox = queue.SimpleQueue[ToEngine]
+Send = Callable[[FromEngine], None]
+
+
+def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
+    """Load the engine, say that it is ready, and work until `Shutdown`. Whatever ends it early is sent as a failure."""
+    try:
+        engine = Engine(config)
+        send(engine.ready_message)
+        while _take_messages(engine, inbox, send):
+            if engine.has_work:
+                send(engine.step())
+    except MMServeError as error:
+        send(EngineFailed(error.code, error.message))
+    except Exception as error:
+        logger.exception("the engine died")
+        send(EngineFailed("engine_dead", f"the engine died: {type(error).__name__}: {error}"))
+
+
+def _take_messages(engine: Engine, inbox: Inbox, send: Send) -> bool:
+    """Handle all messages there are, waiting for one if there is nothing else to do. False at `Shutdown`."""
+    while True:
+        try:
+            message = inbox.get(block=not engine.has_work)
+        except queue.Empty:
+            return True
+        if isinstance(message, Shutdown):
+            return False
+        reply = _handle(engine, message)
+        if reply is not None:
+            send(StepOutput((reply,), engine.scheduler.stats()))
+
+
+def _handle(engine: Engine, message: EngineRequest | AbortRequest) -> TokenOutput | None:
+    if isinstance(message, EngineRequest):
+        return engine.add_request(message)
+    return engine.abort(message.request_id)

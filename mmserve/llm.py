@@ -1,0 +1,80 @@
+"""Offline facade: a model in this process, prompts in, answers out."""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from mmserve.config import EngineConfig
+from mmserve.engine.client import Completion, EngineClient
+from mmserve.request import SamplingParams
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """`LLM("smollm2-135m").chat([{"role": "user", "content": "Hello"}])`. Close it, or use it in a `with` block.
+
+    Works inside a running event loop too, since it has a loop of its own.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, config: EngineConfig | None = None) -> None:
+        """Load `model`, or what `config` says. Raises `SetupError`."""
+        self._client = EngineClient.start(config or EngineConfig(model=model))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+        self._thread.start()
+        self._client.wait_until_ready()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[list[Completion]]:
+        """The `params.n` answers to each prompt (text or token ids), in order; all are batched together."""
+        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._run(token_ids, params)
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[list[Completion]]:
+        """The answers to one conversation or to many, through the model's chat template."""
+        many = [conversations] if isinstance(conversations[0], Mapping) else conversations
+        return self._run([self._client.tokenizer.encode_chat(messages) for messages in many], params)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._client.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._client.tokenizer.encode(prompt, add_special_tokens=True)
+        return list(prompt)
+
+    def _run(
+        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[list[Completion]]:
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        return asyncio.run_coroutine_threadsafe(self._complete_all(prompts, each), self._loop).result()
+
+    async def _complete_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Completion]]:
+        pairs = zip(prompts, params, strict=True)
+        return await asyncio.gather(*(self._client.complete(prompt, each) for prompt, each in pairs))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""The decoder that Llama, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3 share; `ModelConfig` says what differs.
+
+Llama: Touvron et al. 2023; grouped queries: Ainslie et al. 2023; Qwen2's biases on q, k and v: Yang et al. 2024;
+Qwen3's norms on the heads of q and k: Yang et al. 2025.
+"""
+
+import torch
+
+from mmserve.attention.base import AttentionBackend
+from mmserve.attention.context import ForwardContext
+from mmserve.config import ModelConfig
+from mmserve.kernels.reference import apply_rotary, silu_and_mul
+from mmserve.models.loading import LayerLoader
+from mmserve.quantization.dense import dense_weight
+
+
+class Attention:
+    def __init__(self, loader: LayerLoader, prefix: str, config: ModelConfig, layer: int) -> None:
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._layer = layer
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        self._qkv = loader.linear(names, config.hidden_size, (q_size, kv_size, kv_size), bias=config.qkv_bias)
+        self._out = loader.linear([f"{prefix}.o_proj"], q_size, (config.hidden_size,), bias=config.o_bias)
+        self._q_norm = self._k_norm = None
+        if config.qk_norm:
+            self._q_norm = loader.norm(f"{prefix}.q_norm", config.head_dim, config.rms_norm_eps)
+            self._k_norm = loader.norm(f"{prefix}.k_norm", config.head_dim, config.rms_norm_eps)
+
+    def __call__(self, x: torch.Tensor, backend: AttentionBackend, context: ForwardContext) -> torch.Tensor:
+        num_rotated = self._num_heads + self._num_kv_heads
+        qkv = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if self._q_norm and self._k_norm:
+            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+            qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
+        qk = apply_rotary(qk, context.cos, context.sin)
+        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        return self._out(backend.forward(q, k, v, self._layer, context).view(x.shape[0], -1))
+
+
+class FeedForward:
+    def __init__(self, loader: LayerLoader, prefix: str, config: ModelConfig) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self._gate_up = loader.linear(names, hidden, (inner, inner), bias=config.mlp_bias)
+        self._down = loader.linear([f"{prefix}.down_proj"], inner, (hidden,), bias=config.mlp_bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(silu_and_mul(self._gate_up(x)))
+
+
+class DecoderLayer:
+    def __init__(self, loader: LayerLoader, prefix: str, config: ModelConfig, layer: int) -> None:
+        self._attention = Attention(loader, f"{prefix}.self_attn", config, layer)
+        self._feed_forward = FeedForward(loader, f"{prefix}.mlp", config)
+        self._input_norm = loader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self._post_norm = loader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+
+    def __call__(self, x: torch.Tensor, backend: AttentionBackend, context: ForwardContext) -> torch.Tensor:
+        x = x + self._attention(self._input_norm(x), backend, context)
+        return x + self._feed_forward(self._post_norm(x))
+
+
+class Decoder:
+    """Token embeddings in, hidden states and logits out."""
+
+    def __init__(self, loader: LayerLoader, config: ModelConfig, backend: AttentionBackend) -> None:
+        self._backend = backend
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = loader.tensor("model.embed_tokens.weight", shape)
+        self._layers = [DecoderLayer(loader, f"model.layers.{i}", config, i) for i in range(config.num_layers)]
+        self._norm = loader.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+        head = self._embedding if config.tie_word_embeddings else loader.tensor("lm_head.weight", shape)
+        self._head = dense_weight(head)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids `[T]` -> `[T, hidden]`."""
+        return self._embedding.index_select(0, token_ids)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Embeddings `[T, hidden]` -> hidden states `[T, hidden]`, before the last norm."""
+        for layer in self._layers:
+            x = layer(x, self._backend, context)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[N, hidden]` -> `[N, vocab]`."""
+        return self._head.apply(self._norm(hidden), None)

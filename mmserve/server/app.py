@@ -1,0 +1,50 @@
+"""The application: routes, limits, error handling and metrics around one engine and one page reader."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+import mmserve
+from mmserve.server.errors import install_error_handlers
+from mmserve.server.limits import BodyLimit
+from mmserve.server.routers import chat, completions, health, models, summarize
+from mmserve.server.settings import ServerSettings
+from mmserve.server.state import ServedEngine, ServerState
+
+if TYPE_CHECKING:
+    from mmserve.vision.pages import PageReader
+
+UPLOAD_PATHS = ("/v1/summarize",)
+
+
+def create_app(client: ServedEngine, reader: "PageReader", settings: ServerSettings) -> FastAPI:
+    """An app that serves `client`, which may still be starting. Who made client and reader closes them, not the app."""
+    state = ServerState(client, reader, settings)
+    app = FastAPI(
+        title="mmserve",
+        version=mmserve.__version__,
+        description="Documents in, answers with page citations out; chat and completions as OpenAI's.",
+        lifespan=_lifespan,
+    )
+    app.state.server = state
+    for router in (summarize.router, chat.router, completions.router, models.router, health.router):
+        app.include_router(router)
+    app.add_middleware(
+        BodyLimit,
+        default=settings.max_json_bytes,
+        limits=dict.fromkeys(UPLOAD_PATHS, settings.max_upload_bytes),
+    )
+    install_error_handlers(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    state: ServerState = app.state.server
+    state.engine.observers.append(state.metrics.observe)
+    try:
+        yield
+    finally:
+        state.engine.observers.remove(state.metrics.observe)

@@ -1,0 +1,122 @@
+"""How much the server takes: bytes of a body, and requests that wait."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mmserve.errors import EngineError, RequestError
+from mmserve.server.errors import BodyTooLarge, as_mmserve_error, error_response
+
+LINGER_SECONDS = 5.0
+
+
+class BodyLimit:
+    """Counts a body's bytes while they arrive, so that the cap holds with and without Content-Length.
+
+    `limits` maps path prefixes to bytes, `default` is for all other paths. A body that nobody wants, because the answer
+    is known before its end, is read on and thrown away for `LINGER_SECONDS`: most clients look for the answer only when
+    they have sent everything.
+    """
+
+    def __init__(self, app: ASGIApp, *, default: int, limits: Mapping[str, int]) -> None:
+        self.app = app
+        self.default = default
+        self.limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        limit_bytes = self._limit(scope["path"])
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        body = _CountedBody(receive, limit_bytes)
+        if _sends_unasked(headers):
+            send = body.lingering(send)
+        if _declared_length(headers) > limit_bytes:
+            await error_response(as_mmserve_error(BodyTooLarge(limit_bytes)))(scope, receive, send)
+            return
+        await self.app(scope, body.receive, send)
+
+    def _limit(self, path: str) -> int:
+        return next((limit for prefix, limit in self.limits.items() if path.startswith(prefix)), self.default)
+
+
+class _CountedBody:
+    def __init__(self, receive: Receive, limit_bytes: int) -> None:
+        self._receive = receive
+        self._limit_bytes = limit_bytes
+        self._num_bytes = 0
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self._is_complete = not message.get("more_body", False)
+            if self._num_bytes > self._limit_bytes:
+                raise BodyTooLarge(self._limit_bytes)
+        else:
+            self._is_complete = True
+        return message
+
+    def lingering(self, send: Send) -> Send:
+        """A `send` that holds an early answer's end back until the rest of the body was thrown away."""
+
+        async def send_then_discard(message: Message) -> None:
+            is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if self._is_complete or not is_end:
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await self._discard()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        return send_then_discard
+
+    async def _discard(self) -> None:
+        while not self._is_complete:
+            message = await self._receive()
+            self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+
+
+def _declared_length(headers: Mapping[bytes, bytes]) -> int:
+    declared = headers.get(b"content-length", b"0")
+    return int(declared) if declared.isdigit() else 0
+
+
+def _sends_unasked(headers: Mapping[bytes, bytes]) -> bool:
+    has_body = b"transfer-encoding" in headers or _declared_length(headers) > 0
+    return has_body and headers.get(b"expect", b"").lower() != b"100-continue"
+
+
+class AdmissionGate:
+    """Bounds what waits: sequences of this server in flight, and the engine's own queue.
+
+    The engine's statistics are a step old, so a burst is caught by the server's own count.
+    """
+
+    def __init__(self, *, max_in_flight: int, max_waiting: int, num_waiting: Callable[[], int]) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_waiting = max_waiting
+        self._num_waiting = num_waiting
+        self.num_in_flight = 0
+
+    @contextlib.contextmanager
+    def admit(self, num_sequences: int) -> Iterator[None]:
+        """Holds `num_sequences` places; raises `EngineError` (`queue_full`) where there are too few."""
+        if num_sequences > self._max_in_flight:
+            raise RequestError(
+                "invalid_request",
+                f"One request may ask for {self._max_in_flight} answers at most; this one asks for {num_sequences}.",
+            )
+        if self.num_in_flight + num_sequences > self._max_in_flight or self._num_waiting() >= self._max_waiting:
+            raise EngineError("queue_full", "Too many requests are waiting. Try again in a moment.")
+        self.num_in_flight += num_sequences
+        try:
+            yield
+        finally:
+            self.num_in_flight -= num_sequences

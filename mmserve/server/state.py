@@ -1,0 +1,121 @@
+"""What all routes of one app share, and the checks that come before a route's own work."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from fastapi import Depends, Request
+
+import mmserve
+from mmserve.config import EngineConfig
+from mmserve.engine.messages import EngineStats
+from mmserve.errors import EngineError, RequestError
+from mmserve.request import SamplingParams
+from mmserve.server.lifetime import Drain
+from mmserve.server.limits import AdmissionGate
+from mmserve.server.metrics import ServerMetrics
+from mmserve.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from mmserve.engine.client import CompletionDelta, RequestTimings
+    from mmserve.vision.pages import PageReader
+    from mmserve.weights.tokenizer import Tokenizer
+
+
+class ServedEngine(Protocol):
+    """What the server needs of an `EngineClient`; a scripted engine in tests has the same."""
+
+    config: EngineConfig
+    tokenizer: "Tokenizer"
+    max_model_len: int
+    stats: EngineStats
+    observers: "list[Callable[[RequestTimings], None]]"
+
+    @property
+    def state(self) -> Literal["starting", "ready", "dead"]: ...
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+    ) -> "AsyncGenerator[CompletionDelta, None]": ...
+
+
+class ServerState:
+    """One app's engine, page reader, settings, limits and metrics."""
+
+    def __init__(self, engine: ServedEngine, reader: "PageReader", settings: ServerSettings) -> None:
+        self.engine = engine
+        self.reader = reader
+        self.settings = settings
+        self.drain = Drain()
+        self.metrics = ServerMetrics(lambda: engine.stats)
+        self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
+        self.started_at = int(time.time())
+        scheduler = engine.config.scheduler
+        self.gate = AdmissionGate(
+            max_in_flight=scheduler.max_num_seqs + scheduler.max_num_waiting,
+            max_waiting=scheduler.max_num_waiting,
+            num_waiting=lambda: engine.stats.num_requests_waiting,
+        )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.engine.config.names
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Changes with whatever may change the answer to the same seed."""
+        config = self.engine.config
+        identity = f"{mmserve.__version__}|{config.model}|{config.dtype}|{config.device}"
+        return "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:10]
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with; raises `RequestError` (`model_not_found`) for a model that is not served."""
+        if asked and asked not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise RequestError(
+                "model_not_found", f"The model {asked!r} is not served here; this server has {served}.", param="model"
+            )
+        return asked or self.model_names[0]
+
+    def require_ready(self) -> None:
+        if self.drain.has_begun:
+            raise EngineError("shutting_down", "The server is shutting down and takes no new requests.")
+        if self.engine.state == "dead":
+            raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
+        if self.engine.state == "starting":
+            raise EngineError("engine_not_ready", "The model is still being loaded. Try again in a few seconds.")
+
+
+async def get_state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+State = Annotated[ServerState, Depends(get_state)]
+
+
+async def require_ready(state: State) -> None:
+    state.require_ready()
+
+
+async def require_json(request: Request) -> None:
+    """A page of another site can send `text/plain` without asking the browser, but not `application/json`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        sent = repr(media_type) if media_type else "no Content-Type"
+        raise RequestError("unsupported_type", f"Send the body as application/json; this request has {sent}.")
+    if b"\\ud" in (await request.body()).lower():
+        _refuse_half_characters(await request.json())
+
+
+def _refuse_half_characters(body: Any) -> None:
+    """JSON can spell half of a surrogate pair, which is no text that a tokenizer could take."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            "invalid_request", "The body has a surrogate (\\ud800 to \\udfff) without its pair."
+        ) from None

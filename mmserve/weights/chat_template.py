@@ -1,0 +1,132 @@
+"""Renders chat templates in Jinja's sandbox, keeping apart the control tokens that the template wrote from look-alikes.
+
+A template comes with a checkpoint and is not trusted; what users write in messages is trusted even less. Text in a
+message that spells a control token (`<|im_end|>`) is wrapped in markers before rendering, so that the encoder can tell
+it from a real one afterwards.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mmserve.errors import RequestError
+
+
+@dataclass(frozen=True)
+class RenderedPiece:
+    """A stretch of a rendered chat; `is_text` if control tokens that it spells are to stay text."""
+
+    text: str
+    is_text: bool
+
+
+def render_chat(
+    template: str, messages: Sequence[Mapping[str, Any]], control_tokens: Iterable[str], variables: Mapping[str, Any]
+) -> list[RenderedPiece]:
+    """The rendered chat in pieces. `RequestError` (`invalid_request`) with the template's own complaint if it fails."""
+    markers = _Markers(control_tokens)
+    plain_messages = [_plain_message(message) for message in messages]
+    try:
+        rendered = _compile(template).render(
+            messages=markers.mark(plain_messages),
+            **{
+                name: markers.mark(value) if name in ("tools", "documents") else value
+                for name, value in variables.items()
+            },
+        )
+    except Exception as error:  # a template is a program: anything may go wrong in it
+        raise RequestError("invalid_request", f"the model's chat template refused the messages: {error}") from None
+    return markers.split(rendered)
+
+
+class _Markers:
+    """Wraps control tokens in user text, under a nonce that no text can guess, and finds them again."""
+
+    def __init__(self, control_tokens: Iterable[str]) -> None:
+        longest_first = sorted((token for token in control_tokens if token.strip()), key=len, reverse=True)
+        tokens = "|".join(map(re.escape, longest_first)) or "(?!)"
+        nonce = secrets.token_hex(8)
+        self._start, self._end = f"\ue000{nonce}\ue001", f"\ue001{nonce}\ue000"
+        self._tokens = re.compile(tokens)
+        self._marked = re.compile(f"{self._start}({tokens}){self._end}|{self._start}|{self._end}")
+
+    def mark(self, value: Any) -> Any:
+        """`value` with every string in it marked; dictionary keys are left alone."""
+        if isinstance(value, str):
+            return self._tokens.sub(lambda match: f"{self._start}{match[0]}{self._end}", value)
+        if isinstance(value, Mapping):
+            return {key: self.mark(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(item) for item in value]
+        return value
+
+    def split(self, rendered: str) -> list[RenderedPiece]:
+        """Markers that the template tore apart vanish, but the text around them still does not join."""
+        pieces = self._marked.split(rendered)
+        return [RenderedPiece(piece, is_text=i % 2 == 1) for i, piece in enumerate(pieces) if piece]
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list | tuple):
+        plain["content"] = "\n".join(_part_text(part) for part in plain["content"])
+    return plain
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise RequestError(
+        "invalid_request", "this model takes text: message content must be a string or parts of type text"
+    )
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; for serving, it is what stands inside."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,86 @@
+"""What a model is loaded from: one interface over safetensors folders, GGUF files and random weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mmserve.config import LoadFormat
+from mmserve.errors import SetupError
+from mmserve.weights import hub
+from mmserve.weights.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A matrix as GGUF blocks: `data` uint8 [rows, bytes of a row], `type` ggml's name, `shape` (rows, columns)."""
+
+    data: torch.Tensor
+    type: str
+    shape: tuple[int, int]
+
+
+class Checkpoint(Protocol):
+    """Configuration, tokenizer and tensors of a model, under Hugging Face names whatever the file format."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The shape of Hugging Face's `config.json`."""
+
+    @property
+    def generation_config(self) -> dict[str, Any]: ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    def names(self) -> frozenset[str]:
+        """Hugging Face parameter names; empty where tensors are made up on demand."""
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """In the file's own dtype (float32 where it was quantised). `SetupError` if absent or not of `shape`."""
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """The tensor's packed blocks; None where it is not quantised."""
+
+
+def open_checkpoint(
+    model: str, *, load_format: LoadFormat = "auto", seed: int = 0, device: torch.device | str = "cpu"
+) -> Checkpoint:
+    """Find `model` (built-in name, folder, file or hub id) and open it. `seed` and `device` are for dummy weights.
+
+    Raises `SetupError` (`model_unavailable`) that says what to do.
+    """
+    if load_format == "dummy":
+        return _open_dummy(hub.resolve(model, with_weights=False), seed, device)
+    path = hub.resolve(model)
+    found: LoadFormat = "gguf" if path.is_file() else "safetensors"
+    if load_format not in ("auto", found):
+        raise SetupError("model_unavailable", f"{model} is {found}, not {load_format}: use --load-format auto")
+    return _open_files(path)
+
+
+def _open_files(path: Path) -> Checkpoint:
+    # Readers are imported where they are used: a GGUF start should not pay for safetensors, nor the reverse.
+    if path.is_file():
+        from mmserve.weights.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path)
+    from mmserve.weights.safetensors import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(path)
+
+
+def _open_dummy(path: Path, seed: int, device: torch.device | str) -> Checkpoint:
+    from mmserve.weights.dummy import DummyCheckpoint, byte_level_tokenizer
+    from mmserve.weights.model_files import has_tokenizer, read_config, read_generation_config, read_tokenizer
+
+    if path.is_file():
+        source = _open_files(path)
+        return DummyCheckpoint(source.config, source.generation_config, source.tokenizer, seed=seed, device=device)
+    return DummyCheckpoint(
+        read_config(path),
+        read_generation_config(path),
+        (lambda: read_tokenizer(path)) if has_tokenizer(path) else byte_level_tokenizer,
+        seed=seed,
+        device=device,
+    )

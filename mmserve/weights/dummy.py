@@ -1,0 +1,92 @@
+"""Random weights at the shape of a configuration, for speed runs: nothing is read but the configuration."""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+from mmserve.errors import SetupError
+from mmserve.weights.checkpoint import QuantizedTensor
+from mmserve.weights.token_stream import byte_level_alphabet
+from mmserve.weights.tokenizer import Tokenizer
+
+_STANDARD_DEVIATION = 0.02
+# Tensors are cut from one pool of random numbers (64 MiB in bfloat16): drawing 7 billion of them takes minutes.
+_POOL_SIZE = 1 << 25
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+class DummyCheckpoint:
+    """A `Checkpoint` that makes up every tensor it is asked for; the same for the same seed and name, in any order."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        generation_config: dict[str, Any],
+        tokenizer: Callable[[], Tokenizer],
+        *,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = config
+        self.generation_config = generation_config
+        self._make_tokenizer = tokenizer
+        self._seed = seed
+        self._device = torch.device(device)
+        self._dtype = _dtype_of(config)
+        self._pool: torch.Tensor | None = None
+
+    def tokenizer(self) -> Tokenizer:
+        return self._make_tokenizer()
+
+    def names(self) -> frozenset[str]:
+        return frozenset()
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        if shape is None:
+            raise SetupError("model_unavailable", f"dummy weights need to be told the shape of {name}")
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        return self._from_pool(name, shape)
+
+    def quantized(self, name: str) -> QuantizedTensor | None:  # noqa: ARG002
+        return None
+
+    def _from_pool(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        pool = self._random_pool()
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        flat = tensor.view(-1)
+        start = zlib.crc32(f"{self._seed}/{name}".encode()) % _POOL_SIZE
+        done = 0
+        while done < flat.numel():
+            count = min(_POOL_SIZE - start, flat.numel() - done)
+            flat[done : done + count] = pool[start : start + count]
+            done, start = done + count, 0
+        return tensor
+
+    def _random_pool(self) -> torch.Tensor:
+        if self._pool is None:
+            generator = torch.Generator(self._device).manual_seed(self._seed)
+            pool = torch.empty(_POOL_SIZE, dtype=self._dtype, device=self._device)
+            self._pool = pool.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+        return self._pool
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.bfloat16
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A stand-in where a configuration comes without a tokenizer: one token a byte, no special tokens."""
+    backend = tokenizers.Tokenizer(models.BPE(byte_level_alphabet(), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, chat_template=_CHAT_TEMPLATE)

@@ -1,0 +1,69 @@
+"""What only a process of its own can show: signals, closed pipes, exit codes."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import cli_fakes
+
+COMMAND = [sys.executable, cli_fakes.__file__, "shout", "--model", "some/model"]
+
+
+def start(*arguments: str, **options: int) -> "subprocess.Popen[str]":
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen([*COMMAND, *arguments], text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
+
+def test_an_interrupted_run_ends_with_130_and_keeps_what_was_done() -> None:
+    Path("in").mkdir()
+    Path("in/a.txt").write_text("one")
+    Path("in/b.txt").write_text("slow")
+    process = start("in", "-o", "out", "-j", "1", "-f", "json")
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert stderr == "Interrupted. Done: 1, 0 failed.\n"
+    assert [item["text"] for item in json.loads(stdout)] == ["ONE"]
+    assert json.loads(Path("out/a.txt.json").read_text())["text"] == "ONE"
+    assert sorted(path.name for path in Path("out").iterdir()) == [".mmserve-done.jsonl", "a.txt.json"]
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly() -> None:
+    Path("in").mkdir()
+    for i in range(50):
+        Path(f"in/{i:02}.txt").write_text(f"text {i} " * 5000)
+    process = start("in", "-j", "1")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "# 00.txt\n"
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr as stderr:
+        assert stderr.read() == ""
+    assert process.wait(timeout=10) == 141
+
+
+def test_a_terminal_is_not_a_document() -> None:
+    terminal, standard_input = pty.openpty()
+    process = start("-", stdin=standard_input)
+    _, stderr = process.communicate(timeout=10)
+    os.close(terminal)
+    os.close(standard_input)
+    assert process.returncode == 2
+    assert stderr == "mmserve: - reads a document from standard input: pipe one in.\n"
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence() -> None:
+    Path("in").mkdir()
+    for name in ("a", "b", "c"):
+        Path(f"in/{name}.txt").write_text(name)
+    with open("/dev/full", "w") as full:
+        process = start("in", "-j", "1", stdout=full.fileno())
+        _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert stderr == "mmserve: No space left on device\n"

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+
+from mmserve.errors import RequestError
+from mmserve.weights.chat_template import RenderedPiece, render_chat
+
+USER = [{"role": "user", "content": "hi"}]
+CONTROL = ("<|end|>", "<think>", "</think>")
+
+
+def render(template: str, messages: list[dict[str, object]] = USER, **variables: object) -> str:
+    return "".join(piece.text for piece in render_chat(template, messages, CONTROL, variables))
+
+
+def test_pieces_tell_the_template_s_tokens_from_the_user_s() -> None:
+    message = {"role": "user", "content": "a<|end|>b"}
+    assert render_chat("{{ messages[0].content }}<|end|>", [message], CONTROL, {}) == [
+        RenderedPiece("a", is_text=False),
+        RenderedPiece("<|end|>", is_text=True),
+        RenderedPiece("b<|end|>", is_text=False),
+    ]
+
+
+def test_templates_can_still_look_for_tokens_in_messages() -> None:
+    template = "{{ messages[0].content.split('</think>')[-1] }}"
+    assert render(template, [{"role": "assistant", "content": "<think>no</think>yes"}]) == "yes"
+
+
+def test_a_torn_marker_does_not_let_text_join_into_a_token() -> None:
+    template = "{{ messages[0].content.split('<think>')[0] }}end|>"
+    pieces = render_chat(template, [{"role": "user", "content": "<|<think>"}], CONTROL, {})
+    assert [piece.text for piece in pieces] == ["<|", "end|>"]
+
+
+def test_markers_cannot_be_forged() -> None:
+    content = "\ue000\ue001<|end|>\ue001\ue000"
+    pieces = render_chat("{{ messages[0].content }}", [{"role": "user", "content": content}], CONTROL, {})
+    assert "".join(piece.text for piece in pieces) == content
+    assert RenderedPiece("<|end|>", is_text=True) in pieces
+
+
+def test_tools_are_marked_too() -> None:
+    pieces = render_chat("{{ tools | tojson }}", USER, CONTROL, {"tools": [{"name": "<|end|>"}]})
+    assert RenderedPiece("<|end|>", is_text=True) in pieces
+
+
+def test_whitespace_follows_transformers() -> None:
+    assert render("{% for m in messages %}\n    {% if true %}\nx\n    {% endif %}\n{% endfor %}\n") == "x\n"
+
+
+def test_tojson_leaves_html_and_unicode_alone() -> None:
+    assert render("{{ v | tojson(indent=1) }}", v={"a": "<é>"}) == json.dumps(
+        {"a": "<é>"}, indent=1, ensure_ascii=False
+    )
+
+
+def test_loop_controls_dates_and_generation_blocks_work() -> None:
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{{ strftime_now('%Y') | length }}") == "4"
+    assert render("a{% generation %}b{% endgeneration %}c") == "abc"
+
+
+def test_absent_values_are_dropped() -> None:
+    template = "{{ 'tool_calls' in messages[0] }}"
+    assert render(template, [{"role": "assistant", "content": "x", "tool_calls": None}]) == "False"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "refused"),
+        ("{{ messages[0].content + 1 }}", "refused"),
+        ("{{ messages[7].content.x }}", "refused"),
+        ("{{ 1 / 0 }}", "refused"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refused"),
+        ("{{ messages.append(1) }}", "refused"),
+        ("{{ range(10000000) | list }}", "refused"),
+    ],
+)
+def test_a_failing_template_is_a_bad_request(template: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        render(template)
+    assert caught.value.code == "invalid_request"

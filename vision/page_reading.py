@@ -1,0 +1,192 @@
+"""One page -> its text, from the text layer where that can be trusted, else by OCR. Decided page by page."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mmserve.vision import ink
+from mmserve.vision.image import ImageFile
+from mmserve.vision.ocr import RGB, OcrEngine, OcrText
+from mmserve.vision.page_types import Page, PageLimits
+from mmserve.vision.pdf import PdfPage
+from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share
+from mmserve.vision.reading_order import Line, share_of_backward_steps, text_of
+from mmserve.vision.text_cleaning import clean_page_text
+from mmserve.vision.text_quality import is_trustworthy
+
+OCR_PIXELS = 6_000_000
+_BLANK_DPI = 100
+_MAX_BACKWARD_SHARE = 0.3
+_LITTLE_TEXT = 25
+_BARE_IMAGE_SHARE = 0.12
+_NEARLY_BLANK = 0.002
+_MIN_AGREEMENT = 0.5
+_NUM_SAMPLES = 4
+_MAX_IMAGE_BYTES_PER_PIXEL = 4
+
+NOTE_HIDDEN = "{} characters of text that cannot be seen on the page were left out."
+NOTE_LAYER_CONTRADICTS = "The invisible text over the scan does not say what the scan shows; the scan was read."
+NOTE_UNREADABLE_LAYER = "The text layer is garbled (a wrong character map)"
+NOTE_PARTLY_OCR = "Pictures on the page were read by OCR."
+NOTE_NO_OCR = "The page is a picture, and OCR is off."
+NOTE_NOTHING_READ = "No text was found in the picture."
+NOTE_UNSURE = "OCR is unsure of this page."
+NOTE_TURNED = "The page was turned upright for reading."
+
+
+class OcrNeeded(Exception):
+    """A page whose text takes OCR, where none was given yet."""
+
+
+@dataclass(frozen=True)
+class OcrAccess:
+    """`engine` gives the loaded engine, raises `OcrNeeded` to have the page come back later, or is None for no OCR."""
+
+    engine: Callable[[], OcrEngine] | None
+
+
+def read_image_page(image: ImageFile, number: int, ocr: OcrAccess) -> Page:
+    """Raises `DocumentError` for a picture that is not whole, and what `ocr` raises."""
+    width, height = image.size(number)
+    page = Page(number, width=float(width), height=float(height), notes=image.notes)
+    if ocr.engine is not None:
+        ocr.engine()
+    pixels = image.pixels(number, OCR_PIXELS)
+    return _read_picture(page, pixels, ocr)
+
+
+def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callable[[], RGB], limits: PageLimits) -> Page:
+    """`render` gives the page's pixels for OCR. Raises `DocumentError`, and what `ocr` raises."""
+    content = inspect(page, max_image_bytes=_MAX_IMAGE_BYTES_PER_PIXEL * limits.max_pixels)
+    hidden = leave_out_hidden(page, content)
+    found = Page(number, width=page.width, height=page.height)
+    if hidden.num_hidden_characters:
+        found = replace(found, notes=(NOTE_HIDDEN.format(hidden.num_hidden_characters),))
+    text = _layer_text(page)
+    if not text.strip():
+        return _read_textless(page, found, render, ocr)
+    if not is_trustworthy(text) or page.has_unmapped_text():
+        return _read_garbled(found, render, ocr)
+    if hidden.scan_layer and not _layer_agrees(page, hidden, render, ocr):
+        return _read_picture(replace(found, notes=(*found.notes, NOTE_LAYER_CONTRADICTS)), render(), ocr)
+    found = replace(found, text=text, source="text_layer")
+    return _add_pictures(page, content, found, render, ocr)
+
+
+def _layer_text(page: PdfPage) -> str:
+    """The text layer, put into reading order where the content stream is not."""
+    text = page.text()
+    if share_of_backward_steps(page.runs()) > _MAX_BACKWARD_SHARE:
+        text = text_of(page.lines())
+    return clean_page_text(text)
+
+
+def _read_textless(page: PdfPage, found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
+    preview = page.render(page.scale_for(_BLANK_DPI, OCR_PIXELS))
+    if ink.ink_share(preview) == 0.0:
+        return replace(found, is_blank=True)
+    if ocr.engine is None:
+        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+    ocr.engine()
+    return _read_picture(found, render(), ocr)
+
+
+def _read_garbled(found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
+    if ocr.engine is None:
+        return replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}, and OCR is off."))
+    ocr.engine()
+    found = replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}; the page was read by OCR."))
+    return _read_picture(found, render(), ocr)
+
+
+def _read_picture(found: Page, pixels: RGB, ocr: OcrAccess) -> Page:
+    share = ink.ink_share(pixels)
+    if share == 0.0:
+        return replace(found, is_blank=True)
+    if ocr.engine is None:
+        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+    result = ocr.engine().read(pixels)
+    text = clean_page_text(text_of(result.lines))
+    if not text.strip():
+        is_blank = share < _NEARLY_BLANK
+        return replace(found, is_blank=is_blank, notes=found.notes if is_blank else (*found.notes, NOTE_NOTHING_READ))
+    return replace(found, text=text, source="ocr", notes=(*found.notes, *_ocr_notes(result)))
+
+
+def _ocr_notes(result: OcrText) -> tuple[str, ...]:
+    notes = (NOTE_TURNED,) if result.quarter_turns else ()
+    return (*notes, NOTE_UNSURE) if result.confidence < 0.7 else notes
+
+
+def _layer_agrees(page: PdfPage, hidden: HiddenText, render: Callable[[], RGB], ocr: OcrAccess) -> bool:
+    """Whether the longest lines of the layer, read again from the picture, say the same."""
+    if ocr.engine is None:
+        return True
+    engine = ocr.engine()
+    pixels = render()
+    scale = pixels.shape[1] / max(page.width, 1e-6)
+    samples = sorted(hidden.scan_layer, key=lambda line: -len(line.text))[:_NUM_SAMPLES]
+    return float(np.mean([_agreement(line, pixels, scale, engine) for line in samples])) >= _MIN_AGREEMENT
+
+
+def _agreement(line: Line, pixels: RGB, scale: float, engine: OcrEngine) -> float:
+    margin = 0.15 * line.height
+    top, bottom = max(0, int((line.top - margin) * scale)), int((line.bottom + margin) * scale) + 1
+    left, right = max(0, int((line.left - margin) * scale)), int((line.right + margin) * scale) + 1
+    crop = pixels[top:bottom, left:right]
+    if min(crop.shape[:2]) < 4:
+        return 1.0
+    read = engine.read_line(crop)
+    return difflib.SequenceMatcher(None, _letters(line.text), _letters(read), autojunk=False).ratio()
+
+
+def _letters(text: str) -> str:
+    return "".join(character for character in text.casefold() if character.isalnum())
+
+
+def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
+    """Read what is a picture on a page that also has text: a scan under a digital header, a screenshot."""
+    if ocr.engine is None or not _may_have_more(page, content, found):
+        return found
+    engine = ocr.engine()
+    pixels = render()
+    result = engine.read(pixels)
+    scale = pixels.shape[1] / max(page.width, 1e-6)
+    lines = [_to_points(line, scale) for line in result.lines] if not result.quarter_turns else []
+    own = page.lines()
+    extra = [line for line in lines if not any(_overlap(line, other) for other in own)]
+    if not extra:
+        return found
+    text = clean_page_text(text_of([*own, *extra]))
+    num_extra = sum(len(line.text) for line in extra)
+    source = found.source if num_extra < len(found.text) else "ocr"
+    return replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+
+
+def _may_have_more(page: PdfPage, content: PageContent, found: Page) -> bool:
+    if content.images and uncovered_image_share(page, content.images, page.runs()) >= _BARE_IMAGE_SHARE:
+        return True
+    return len(found.text) < _LITTLE_TEXT and _has_other_ink(page)
+
+
+def _has_other_ink(page: PdfPage) -> bool:
+    """Whether more than the text layer's own lines is drawn: text as outlines, say."""
+    scale = page.scale_for(_BLANK_DPI, OCR_PIXELS)
+    preview = page.render(scale)
+    for run in page.runs():
+        top, bottom = int((run.top - 3) * scale), int((run.bottom + 3) * scale) + 1
+        left, right = int((run.left - 3) * scale), int((run.right + 3) * scale) + 1
+        preview[max(0, top) : max(0, bottom), max(0, left) : max(0, right)] = 255
+    return ink.ink_share(preview) > 0.0
+
+
+def _to_points(line: Line, scale: float) -> Line:
+    return Line(line.text, line.left / scale, line.top / scale, line.right / scale, line.bottom / scale)
+
+
+def _overlap(line: Line, other: Line) -> bool:
+    width = min(line.right, other.right) - max(line.left, other.left)
+    height = min(line.bottom, other.bottom) - max(line.top, other.top)
+    return width > 0 and height > 0 and width * height > 0.3 * max(line.width * line.height, 1e-6)

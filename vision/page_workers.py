@@ -1,0 +1,170 @@
+"""What runs in a page worker: a process that opens, reads and renders, and that may die without harm to others."""
+
+import os
+import resource
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from mmserve.errors import DocumentError, MMServeError
+from mmserve.vision.image import ImageFile
+from mmserve.vision.ocr import RGB, OcrEngine, choose_engine, load_engine
+from mmserve.vision.page_reading import OCR_PIXELS, OcrAccess, OcrNeeded, read_image_page, read_pdf_page
+from mmserve.vision.page_types import Document, Page, PageImage, PageLimits, PageOptions, RenderSettings
+from mmserve.vision.pdf import PdfFile
+from mmserve.vision.poppler import render_with_poppler
+from mmserve.vision.process_memory import give_back_memory, heap_bytes
+from mmserve.vision.sniff import PDF_TYPE
+
+_MAX_OPEN_DOCUMENTS = 2
+_PARENT_CHECK_SECONDS = 2.0
+_BATCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What opening a file tells about it."""
+
+    num_pages: int
+    attachments: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class PageWorker:
+    """The work of one process. pdfium allows one call at a time, so nothing here may run in two threads."""
+
+    def __init__(self, limits: PageLimits, options: PageOptions, num_ocr_threads: int) -> None:
+        self._limits = limits
+        self._options = options
+        self._num_ocr_threads = num_ocr_threads
+        self._open_files: OrderedDict[tuple[Path, int, int], PdfFile | ImageFile] = OrderedDict()
+        self._engine: OcrEngine | None = None
+        self._ocr_name = choose_engine(options.ocr)
+
+    def open(self, path: Path, name: str, media_type: str) -> Opened:
+        file = self._file(path, name, media_type)
+        if isinstance(file, PdfFile):
+            return Opened(file.num_pages, file.attachments())
+        return Opened(file.num_pages, notes=file.notes)
+
+    def read_without_ocr(self, document: Document, numbers: Sequence[int]) -> list[Page | None]:
+        """Pages that need no OCR, as far as they come within a moment; None for those to be read alone."""
+        end = time.monotonic() + _BATCH_SECONDS
+        return [
+            self._read(document, number, self._no_engine_yet) if time.monotonic() < end else None for number in numbers
+        ]
+
+    def read_page(self, document: Document, number: int) -> Page:
+        page = self._read(document, number, self._load_engine)
+        give_back_memory()
+        assert page is not None
+        return page
+
+    def render_page(self, document: Document, number: int, settings: RenderSettings) -> PageImage:
+        """Raises `DocumentError` for a page that cannot be rendered."""
+        file = self._file(document.path, document.name, document.media_type)
+        if isinstance(file, ImageFile):
+            pixels = file.pixels(number, settings.max_pixels)
+        else:
+            pixels = _render(file, document.path, number, settings)
+        return PageImage(pixels, image_digest(document, number, settings))
+
+    def close(self) -> None:
+        while self._open_files:
+            self._open_files.popitem()[1].close()
+
+    def _read(self, document: Document, number: int, engine: Callable[[], OcrEngine]) -> Page | None:
+        ocr = OcrAccess(engine if self._ocr_name is not None else None)
+        try:
+            file = self._file(document.path, document.name, document.media_type)
+            if isinstance(file, ImageFile):
+                return read_image_page(file, number, ocr)
+            settings = RenderSettings(
+                dpi=self._options.dpi, max_pixels=OCR_PIXELS, renderer=self._options.renderer_in_use
+            )
+            with file.page(number) as page:
+                return read_pdf_page(
+                    page,
+                    number,
+                    ocr=ocr,
+                    render=lambda: _render(file, document.path, number, settings),
+                    limits=self._limits,
+                )
+        except OcrNeeded:
+            return None
+        except MMServeError as error:
+            return Page(number, problem=error)
+        except MemoryError:
+            message = f"page {number} takes more memory than one page may"
+            return Page(number, problem=DocumentError("page_too_large", message))
+
+    def _file(self, path: Path, name: str, media_type: str) -> PdfFile | ImageFile:
+        """An open file, from the few that were used last."""
+        try:
+            status = path.stat()
+        except OSError:
+            raise DocumentError("corrupt_document", f"{name} is no longer there") from None
+        key = (path, status.st_mtime_ns, status.st_size)
+        if key not in self._open_files:
+            while len(self._open_files) >= _MAX_OPEN_DOCUMENTS:
+                self._open_files.popitem(last=False)[1].close()
+            is_pdf = media_type == PDF_TYPE
+            self._open_files[key] = (
+                PdfFile(path, name, self._limits) if is_pdf else ImageFile(path, name, media_type, self._limits)
+            )
+        self._open_files.move_to_end(key)
+        return self._open_files[key]
+
+    def _no_engine_yet(self) -> OcrEngine:
+        raise OcrNeeded
+
+    def _load_engine(self) -> OcrEngine:
+        if self._engine is None:
+            assert self._ocr_name is not None
+            self._engine = load_engine(
+                self._ocr_name, num_threads=self._num_ocr_threads, timeout=self._limits.page_timeout
+            )
+        return self._engine
+
+
+def image_digest(document: Document, number: int, settings: RenderSettings) -> bytes:
+    """Identity of a page's pixels: of the source's bytes, the page, and all that decides how it is drawn."""
+    return sha256(f"{document.sha256}:{number}:{settings!r}".encode()).digest()
+
+
+def _render(file: PdfFile, path: Path, number: int, settings: RenderSettings) -> RGB:
+    with file.page(number) as page:
+        scale = page.scale_for(settings.dpi, settings.max_pixels)
+        if settings.renderer == "pdfium":
+            return page.render(scale)
+        size = max(1, round(page.width * scale)), max(1, round(page.height * scale))
+    return render_with_poppler(path, number, size)
+
+
+_worker: PageWorker | None = None
+
+
+def start_worker(limits: PageLimits, options: PageOptions, num_ocr_threads: int) -> None:
+    """Set this process up as a page worker: its memory bounded, its life bound to its parent's."""
+    global _worker
+    bound = heap_bytes() + limits.worker_memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    _worker = PageWorker(limits, options, num_ocr_threads)
+
+
+def call_worker(method: str, *args: object) -> object:
+    """One call of this process' `PageWorker`."""
+    assert _worker is not None
+    return getattr(_worker, method)(*args)
+
+
+def _end_with_parent(parent: int) -> None:
+    pause = threading.Event()
+    while os.getppid() == parent:
+        pause.wait(_PARENT_CHECK_SECONDS)
+    os._exit(1)

@@ -1,0 +1,237 @@
+"""One PDF file through pdfium. pdfium is not thread-safe: use it in a process that does nothing else at that moment."""
+
+import ctypes
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pypdfium2
+import pypdfium2.raw as pdfium
+
+from mmserve.errors import DocumentError
+from mmserve.vision.page_types import PageLimits
+from mmserve.vision.reading_order import Line
+from mmserve.vision.sniff import HEAD_BYTES, pdf_offset
+
+_TAIL_BYTES = 64 * 1024
+_HEADER_WINDOW = 1024
+_WRONG_PASSWORD = 4
+_DRAWN_ANNOTATIONS = (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP)
+_MAX_ANNOTATIONS = 2000
+RGB = npt.NDArray[np.uint8]
+
+
+class PdfFile:
+    """An open PDF. Page numbers are 1-based."""
+
+    def __init__(self, path: Path, name: str, limits: PageLimits) -> None:
+        """Raises `DocumentError`: `password_required`, `corrupt_document`, `too_many_pages`."""
+        self._name = name
+        check_complete(path, name)
+        try:
+            self._pdf = pypdfium2.PdfDocument(_pdfium_input(path))
+        except pypdfium2.PdfiumError as error:
+            raise self._open_error(error) from None
+        self.num_pages = len(self._pdf)
+        if self.num_pages > limits.max_pages:
+            self.close()
+            raise DocumentError(
+                "too_many_pages", f"{name} has {self.num_pages} pages; at most {limits.max_pages} are read"
+            )
+        self._pdf.init_forms()
+
+    def _open_error(self, error: pypdfium2.PdfiumError) -> DocumentError:
+        if error.err_code == _WRONG_PASSWORD:
+            return DocumentError("password_required", f"{self._name} is locked by a password: give an unlocked copy")
+        return DocumentError("corrupt_document", f"{self._name} is damaged: it cannot be opened as a PDF")
+
+    def attachments(self) -> tuple[str, ...]:
+        """Names of embedded files. They are told to the user and never written."""
+        count = min(self._pdf.count_attachments(), 1000)
+        return tuple(self._pdf.get_attachment(index).get_name() for index in range(count))
+
+    def page(self, number: int) -> "PdfPage":
+        """Raises `DocumentError` (`corrupt_document`) for a page that cannot be loaded."""
+        try:
+            raw_page = self._pdf[number - 1]
+            if _draw_annotations(raw_page):
+                raw_page.close()
+                raw_page = self._pdf[number - 1]
+        except pypdfium2.PdfiumError:
+            raise DocumentError("corrupt_document", f"page {number} of {self._name} is damaged") from None
+        return PdfPage(raw_page)
+
+    def close(self) -> None:
+        self._pdf.close()
+
+
+class PdfPage:
+    """A loaded page: its size as a reader sees it (points, `/Rotate` applied), text with places, pixels."""
+
+    def __init__(self, page: Any) -> None:
+        self.raw = page
+        self.width, self.height = page.get_size()
+        self.to_view = _view_transform(page, self.width, self.height)
+
+    def __enter__(self) -> "PdfPage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.raw.close()
+
+    def text(self) -> str:
+        """The text layer inside the page's box, in the order of the content stream."""
+        textpage = self.raw.get_textpage()
+        try:
+            return str(textpage.get_text_bounded())
+        finally:
+            textpage.close()
+
+    def runs(self) -> list[Line]:
+        """Places of the runs of text, without their text: much cheaper than `lines`."""
+        textpage = self.raw.get_textpage()
+        try:
+            rects = [textpage.get_rect(index) for index in range(textpage.count_rects())]
+        finally:
+            textpage.close()
+        return [Line("", *self.view_box(*rect)) for rect in rects]
+
+    def lines(self) -> list[Line]:
+        """Lines of the text layer in the order of the content stream, in points from the top left of the view."""
+        textpage = self.raw.get_textpage()
+        try:
+            return _lines(textpage, self)
+        finally:
+            textpage.close()
+
+    def has_unmapped_text(self) -> bool:
+        """Whether pdfium itself found no Unicode for a tenth of the characters."""
+        textpage = self.raw.get_textpage()
+        try:
+            count = textpage.count_chars()
+            sample = range(0, count, max(1, count // 200))
+            errors = sum(pdfium.FPDFText_HasUnicodeMapError(textpage, index) == 1 for index in sample)
+        finally:
+            textpage.close()
+        return bool(errors > 0.1 * len(sample))
+
+    def view_box(self, left: float, bottom: float, right: float, top: float) -> tuple[float, float, float, float]:
+        """A box in the page's own coordinates -> left, top, right, bottom in the view."""
+        corners = np.array([[left, bottom, 1], [right, bottom, 1], [left, top, 1], [right, top, 1]]) @ self.to_view
+        (x0, y0), (x1, y1) = corners.min(axis=0), corners.max(axis=0)
+        return float(x0), float(y0), float(x1), float(y1)
+
+    def scale_for(self, dpi: float, max_pixels: int) -> float:
+        """Pixels per point at `dpi`, less where the page would have more than `max_pixels`."""
+        area = max(self.width, 1.0) * max(self.height, 1.0)
+        return min(dpi / 72, math.sqrt(max_pixels / area))
+
+    def render(self, scale: float) -> RGB:
+        """RGB [height, width, 3], form fields drawn, on white."""
+        bitmap = self.raw.render(scale=scale, rev_byteorder=True, limit_image_cache=True)
+        try:
+            return np.array(bitmap.to_numpy()[:, :, :3])
+        finally:
+            bitmap.close()
+
+
+def check_complete(path: Path, name: str) -> None:
+    """A truncated file still opens, with pages missing or empty; its end tells.
+
+    Raises `DocumentError` (`corrupt_document`).
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        file.seek(max(0, size - _TAIL_BYTES))
+        tail = file.read()
+    last = max(tail.rfind(b"%%EOF"), tail.rfind(b"startxref"))
+    if last < 0 or b" obj" in tail[last:] or _linearized_length(head) > size:
+        raise DocumentError("corrupt_document", f"{name} is cut off: its end is missing. Send the whole file")
+
+
+def _linearized_length(head: bytes) -> int:
+    """The file length that a linearized PDF states in its first object, 0 where it states none."""
+    start = head.find(b"/Linearized")
+    position = head.find(b"/L ", start) if start >= 0 else -1
+    digits = head[position + 3 : position + 16].split()[:1] if position >= 0 else []
+    return int(digits[0]) if digits and digits[0].isdigit() else 0
+
+
+def _pdfium_input(path: Path) -> Path | bytes:
+    """pdfium looks for the header in the first 1,024 bytes; junk before a later one is dropped here."""
+    with path.open("rb") as file:
+        offset = pdf_offset(file.read(HEAD_BYTES))
+    return path if offset < _HEADER_WINDOW else path.read_bytes()[offset:]
+
+
+def _draw_annotations(page: Any) -> bool:
+    """Make filled form fields and free text a part of the page (in memory), so that its text has them too."""
+    count = min(pdfium.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)
+    if not any(_annotation_subtype(page, index) in _DRAWN_ANNOTATIONS for index in range(count)):
+        return False
+    return int(page.flatten()) == int(pdfium.FLATTEN_SUCCESS)
+
+
+def _annotation_subtype(page: Any, index: int) -> int:
+    annotation = pdfium.FPDFPage_GetAnnot(page, index)
+    try:
+        return int(pdfium.FPDFAnnot_GetSubtype(annotation))
+    finally:
+        pdfium.FPDFPage_CloseAnnot(annotation)
+
+
+def _view_transform(page: Any, width: float, height: float) -> npt.NDArray[np.float64]:
+    """[3, 2]: a row (x, y, 1) of the page's coordinates times this is a point of the view, y down."""
+    unit, span = 1000, 100.0
+
+    def to_device(x: float, y: float) -> tuple[float, float]:
+        device_x, device_y = ctypes.c_int(), ctypes.c_int()
+        size = math.ceil(width * unit / 10), math.ceil(height * unit / 10)
+        pdfium.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, device_x, device_y)
+        return device_x.value * 10 / unit, device_y.value * 10 / unit
+
+    origin, right, up = np.array(to_device(0, 0)), np.array(to_device(span, 0)), np.array(to_device(0, span))
+    return np.stack([(right - origin) / span, (up - origin) / span, origin])
+
+
+def _lines(textpage: Any, page: PdfPage) -> list[Line]:
+    lines: list[Line] = []
+    characters: list[str] = []
+    boxes: list[tuple[float, float, float, float]] = []
+    box = [ctypes.c_double() for _ in range(4)]
+
+    def end_line() -> None:
+        text = "".join(characters).strip(" \r\n")
+        if text and boxes:
+            left, bottom, right, top = zip(*boxes, strict=True)
+            lines.append(Line(text, *page.view_box(min(left), min(bottom), max(right), max(top))))
+        characters.clear()
+        boxes.clear()
+
+    for index in range(textpage.count_chars()):
+        character = _character(textpage, index)
+        left, right, bottom, top = box
+        if character not in "\r\n\x02 " and pdfium.FPDFText_GetCharBox(textpage, index, left, right, bottom, top):
+            place = left.value, bottom.value, right.value, top.value
+            if not _is_inside(page, place):
+                continue
+            boxes.append(place)
+        characters.append(character)
+        if character in "\n\x02":
+            end_line()
+    end_line()
+    return lines
+
+
+def _character(textpage: Any, index: int) -> str:
+    code = pdfium.FPDFText_GetUnicode(textpage, index)
+    return chr(code) if 0 < code < 0x110000 and not 0xD800 <= code < 0xE000 else "\ufffd" if code else ""
+
+
+def _is_inside(page: PdfPage, place: tuple[float, float, float, float]) -> bool:
+    left, top, right, bottom = page.view_box(*place)
+    x, y = (left + right) / 2, (top + bottom) / 2
+    return -1 <= x <= page.width + 1 and -1 <= y <= page.height + 1

@@ -1,0 +1,93 @@
+"""Whether a text layer says what the page shows. A wrong character map gives confident mojibake, not an error."""
+
+import itertools
+import math
+import re
+import unicodedata
+from collections import Counter
+
+_WORDS = re.compile(r"[^\W\d_]{3,}")
+_UTF8_READ_AS_LATIN = re.compile("[ÂÃÐÑâ][\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]")
+_MIN_LETTERS_FOR_FREQUENCIES = 120
+_MIN_LIKENESS = 0.62
+# per cent, averaged over English, German, French, Spanish, Italian, Portuguese, Dutch and Polish prose
+_LETTER_FREQUENCIES = {
+    "a": 8.7,
+    "b": 1.4,
+    "c": 3.4,
+    "d": 4.3,
+    "e": 14.0,
+    "f": 1.2,
+    "g": 1.8,
+    "h": 2.1,
+    "i": 7.8,
+    "j": 0.7,
+    "k": 1.2,
+    "l": 4.4,
+    "m": 2.8,
+    "n": 7.6,
+    "o": 6.6,
+    "p": 2.6,
+    "q": 0.5,
+    "r": 6.4,
+    "s": 6.3,
+    "t": 6.4,
+    "u": 4.2,
+    "v": 1.4,
+    "w": 1.2,
+    "x": 0.3,
+    "y": 1.1,
+    "z": 1.0,
+}
+# letters beyond a script's living alphabets: a page full of them was mapped wrongly
+_RARE_LETTERS = re.compile(
+    "[\u0180-\u01cc\u01f0-\u0217\u021c-\u02af\u0370-\u0377\u03cf-\u03ff\u0460-\u048f\u04c1-\u04cf\u04fa-\u052f"
+    "\u1d00-\u1dbf\u2c60-\u2c7f\ua640-\ua69f\ua720-\ua7ff]"
+)
+
+
+def is_trustworthy(text: str) -> bool:
+    """False where the statistics of `text` are those of a broken character map; little text is not judged."""
+    visible = [character for character in text if not character.isspace()]
+    if not visible:
+        return True
+    checks = (_share_of_odd(visible) > 0.08, _share_of_rare_letters(text) > 0.15, _share_of_odd_words(text) > 0.3)
+    return (
+        not any(checks)
+        and len(_UTF8_READ_AS_LATIN.findall(text)) < max(3, 0.02 * len(visible))
+        and _reads_as_words(text)
+    )
+
+
+def _share_of_odd(visible: list[str]) -> float:
+    """Private use, unassigned, control, surrogate and replacement characters."""
+    odd = sum(c == "\ufffd" or unicodedata.category(c) in ("Co", "Cn", "Cc", "Cs") for c in visible)
+    return odd / len(visible)
+
+
+def _share_of_rare_letters(text: str) -> float:
+    letters = sum(c.isalpha() for c in text)
+    return len(_RARE_LETTERS.findall(text)) / letters if letters >= 8 else 0.0
+
+
+def _share_of_odd_words(text: str) -> float:
+    """Words that mix alphabets, or capitals after small letters, as no language does throughout."""
+    words = _WORDS.findall(text)
+    return sum(_is_odd_word(word) for word in words) / len(words) if len(words) >= 8 else 0.0
+
+
+def _is_odd_word(word: str) -> bool:
+    scripts = {unicodedata.name(c, "?").split(" ")[0] for c in word}
+    if len(scripts & {"LATIN", "CYRILLIC", "GREEK", "ARMENIAN"}) > 1:
+        return True
+    return sum(a.islower() and b.isupper() for a, b in itertools.pairwise(word)) >= 2
+
+
+def _reads_as_words(text: str) -> bool:
+    """A map shifted by a few places keeps letters and spaces; only their frequencies tell (not for lists of codes)."""
+    counts = Counter(c for c in text.lower() if c in _LETTER_FREQUENCIES)
+    if counts.total() < _MIN_LETTERS_FOR_FREQUENCIES or counts.total() < 0.5 * sum(c.isalnum() for c in text):
+        return True
+    dot = sum(counts[c] * share for c, share in _LETTER_FREQUENCIES.items())
+    norms = math.hypot(*counts.values()) * math.hypot(*_LETTER_FREQUENCIES.values())
+    return dot / norms >= _MIN_LIKENESS

@@ -1,0 +1,72 @@
+"""Page workers as processes: a crash, a hang or a bomb costs the one task that caused it."""
+
+import asyncio
+import multiprocessing
+import os
+import threading
+from typing import Any
+
+from mmserve.errors import DocumentError, MMServeError
+from mmserve.vision.page_types import PageLimits, PageOptions
+
+_MAX_OCR_THREADS = 4
+
+
+class WorkerPool:
+    """Starts its processes at the first task."""
+
+    def __init__(self, num_workers: int, limits: PageLimits, options: PageOptions) -> None:
+        self._num_workers = num_workers
+        self._limits = limits
+        self._options = options
+        self._pool: Any = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    async def call(self, method: str, *args: object, timeout: float, attempts: int = 2) -> Any:
+        """One call of a worker's `PageWorker`; tried again where the worker dies or exceeds `timeout` seconds.
+
+        Raises `DocumentError`: `timeout`, or `corrupt_document` for a task that kills its worker each time.
+        """
+        from pebble.common import ProcessExpired
+
+        failure = DocumentError("corrupt_document", "reading it made the reader crash or run out of memory")
+        for _ in range(attempts):
+            try:
+                return await asyncio.wrap_future(self._schedule(method, args, timeout))
+            except TimeoutError:
+                failure = DocumentError("timeout", f"reading it took more than {timeout:g} seconds")
+            except ProcessExpired:
+                failure = DocumentError("corrupt_document", "reading it made the reader crash or run out of memory")
+        raise failure
+
+    def close(self) -> None:
+        """Ends the processes, and fails what is still under way."""
+        with self._lock:
+            pool, self._pool, self._is_closed = self._pool, None, True
+        if pool is not None:
+            pool.stop()
+            pool.join()
+
+    def _schedule(self, method: str, args: tuple[object, ...], timeout: float) -> Any:
+        from mmserve.vision.page_workers import call_worker
+
+        with self._lock:
+            if self._is_closed:
+                raise MMServeError("shutting_down", "the page reader is closed")
+            if self._pool is None:
+                self._pool = self._start()
+            return self._pool.schedule(call_worker, args=(method, *args), timeout=timeout)
+
+    def _start(self) -> Any:
+        from pebble import ProcessPool
+
+        from mmserve.vision.page_workers import start_worker
+
+        num_threads = min(_MAX_OCR_THREADS, max(1, (os.cpu_count() or 1) // self._num_workers))
+        return ProcessPool(
+            max_workers=self._num_workers,
+            initializer=start_worker,
+            initargs=(self._limits, self._options, num_threads),
+            context=multiprocessing.get_context("spawn"),
+        )
