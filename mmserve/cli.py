@@ -120,11 +120,11 @@ def _end_with(error: Exception) -> NoReturn:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"The Python package {error.name} is missing: install mmserve again with `pip install mmserve`."
+        return f"the Python package {error.name} is missing: install mmserve again, with its dependencies"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + ("" if error.filename is None else f": {error.filename}")
     if not isinstance(error, MMServeError):
-        return f"Unexpected {type(error).__name__}: {error} (-v shows where; this is a fault of mmserve's)."
+        return f"unexpected {type(error).__name__}: {error} (a fault of mmserve; -v shows where)"
     return error.message
 
 

@@ -229,7 +229,7 @@ class _Batch(Generic[R]):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            message = f"Not done within {self._options.timeout:g} seconds: a longer --timeout gives it more time."
+            message = f"not done within {self._options.timeout:g} seconds: a longer --timeout gives it more time"
             raise RequestError("timeout", message) from None
         finally:
             del self._in_progress[digest]
@@ -247,8 +247,8 @@ def _failure(source: Source, error: Exception) -> Failure:
         case MMServeError():
             return Failure(source.label, error.code, error.message)
         case FileNotFoundError():
-            return Failure(source.label, "not_found", "The file is not there any more.")
+            return Failure(source.label, "not_found", "the file is not there any more")
         case OSError():
-            return Failure(source.label, "internal_error", f"{error.strerror or error}.")
+            return Failure(source.label, "internal_error", f"{error.strerror or error}")
         case _:
-            return Failure(source.label, "internal_error", f"Unexpected {type(error).__name__}: {error}")
+            return Failure(source.label, "internal_error", f"unexpected {type(error).__name__}: {error}")

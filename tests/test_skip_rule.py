@@ -1,4 +1,4 @@
-"""The rule of conftest.py about skipped tests, on a suite made for it."""
+"""The rule of suite.py about skipped tests, on a suite made for it."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_is_expected_to_fail():
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device\n")
-    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makeconftest(Path(__file__).with_name("suite.py").read_text())
     pytester.makepyfile(test_functions=TESTS, test_module="import pytest\npytest.importorskip('no_such_module')\n")
     return pytester
 

@@ -12,7 +12,14 @@ from mmserve.vision.ocr import RGB, OcrEngine, OcrText
 from mmserve.vision.page_types import Page, PageLimits
 from mmserve.vision.pdf import PdfPage
 from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share
-from mmserve.vision.reading_order import Line, share_of_backward_steps, text_of
+from mmserve.vision.pdf_lines import lines_of
+from mmserve.vision.reading_order import (
+    Line,
+    are_mostly_upright_strips,
+    quarter_turned,
+    share_of_backward_steps,
+    text_of,
+)
 from mmserve.vision.text_cleaning import clean_page_text
 from mmserve.vision.text_quality import is_trustworthy
 
@@ -77,10 +84,12 @@ def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callabl
 
 def _layer_text(page: PdfPage) -> str:
     """The text layer, put into reading order where the content stream is not."""
-    text = page.text()
-    if share_of_backward_steps(page.runs()) > _MAX_BACKWARD_SHARE:
-        text = text_of(page.lines())
-    return clean_page_text(text)
+    runs = page.runs()
+    is_sane = share_of_backward_steps(runs) <= _MAX_BACKWARD_SHARE and not are_mostly_upright_strips(runs)
+    if is_sane and not page.is_turned:
+        return clean_page_text(page.text())
+    lines, turns = lines_of(page.characters())
+    return clean_page_text(text_of([quarter_turned(line, turns) for line in lines]))
 
 
 def _read_textless(page: PdfPage, found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
@@ -155,7 +164,7 @@ def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Call
     result = engine.read(pixels)
     scale = pixels.shape[1] / max(page.width, 1e-6)
     lines = [_to_points(line, scale) for line in result.lines] if not result.quarter_turns else []
-    own = page.lines()
+    own, _ = lines_of(page.characters())
     extra = [line for line in lines if not any(_overlap(line, other) for other in own)]
     if not extra:
         return found

@@ -17,7 +17,7 @@ from mmserve.vision.page_reading import OCR_PIXELS, OcrAccess, OcrNeeded, read_i
 from mmserve.vision.page_types import Document, Page, PageImage, PageLimits, PageOptions, RenderSettings
 from mmserve.vision.pdf import PdfFile
 from mmserve.vision.poppler import render_with_poppler
-from mmserve.vision.process_memory import give_back_memory, heap_bytes
+from mmserve.vision.process_memory import give_back_memory, heap_bytes, keep_heap_small
 from mmserve.vision.sniff import PDF_TYPE
 
 _MAX_OPEN_DOCUMENTS = 2
@@ -151,6 +151,7 @@ _worker: PageWorker | None = None
 def start_worker(limits: PageLimits, options: PageOptions, num_ocr_threads: int) -> None:
     """Set this process up as a page worker: its memory bounded, its life bound to its parent's."""
     global _worker
+    keep_heap_small()
     bound = heap_bytes() + limits.worker_memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -12,6 +12,7 @@ import pypdfium2.raw as pdfium
 
 from mmserve.errors import DocumentError
 from mmserve.vision.page_types import PageLimits
+from mmserve.vision.pdf_lines import GENERATED, PlacedCharacter
 from mmserve.vision.reading_order import Line
 from mmserve.vision.sniff import HEAD_BYTES, pdf_offset
 
@@ -81,6 +82,11 @@ class PdfPage:
     def __exit__(self, *_: object) -> None:
         self.raw.close()
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether `/Rotate` lays the page on its side."""
+        return bool(self.raw.get_rotation() % 180)
+
     def text(self) -> str:
         """The text layer inside the page's box, in the order of the content stream."""
         textpage = self.raw.get_textpage()
@@ -98,13 +104,26 @@ class PdfPage:
             textpage.close()
         return [Line("", *self.view_box(*rect)) for rect in rects]
 
-    def lines(self) -> list[Line]:
-        """Lines of the text layer in the order of the content stream, in points from the top left of the view."""
+    def characters(self) -> list[PlacedCharacter]:
+        """Characters inside the page's box, in the order of the content stream; much dearer than `text`."""
         textpage = self.raw.get_textpage()
         try:
-            return _lines(textpage, self)
+            placed = [self._place(textpage, index) for index in range(textpage.count_chars())]
         finally:
             textpage.close()
+        return [one for one in placed if one.box is None or self._is_inside(one.box)]
+
+    def _place(self, textpage: Any, index: int) -> PlacedCharacter:
+        code = pdfium.FPDFText_GetUnicode(textpage, index)
+        character = chr(code) if 0 < code < 0x110000 and not 0xD800 <= code < 0xE000 else ""
+        rect = pdfium.FS_RECTF()
+        if character in GENERATED or not pdfium.FPDFText_GetLooseCharBox(textpage, index, rect):
+            return PlacedCharacter(character, None)
+        return PlacedCharacter(character, self.view_box(rect.left, rect.bottom, rect.right, rect.top))
+
+    def _is_inside(self, box: tuple[float, float, float, float]) -> bool:
+        x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+        return -1 <= x <= self.width + 1 and -1 <= y <= self.height + 1
 
     def has_unmapped_text(self) -> bool:
         """Whether pdfium itself found no Unicode for a tenth of the characters."""
@@ -172,7 +191,8 @@ def _draw_annotations(page: Any) -> bool:
     count = min(pdfium.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)
     if not any(_annotation_subtype(page, index) in _DRAWN_ANNOTATIONS for index in range(count)):
         return False
-    return int(page.flatten()) == int(pdfium.FLATTEN_SUCCESS)
+    result: object = page.flatten()
+    return result == int(pdfium.FLATTEN_SUCCESS)
 
 
 def _annotation_subtype(page: Any, index: int) -> int:
@@ -195,43 +215,3 @@ def _view_transform(page: Any, width: float, height: float) -> npt.NDArray[np.fl
 
     origin, right, up = np.array(to_device(0, 0)), np.array(to_device(span, 0)), np.array(to_device(0, span))
     return np.stack([(right - origin) / span, (up - origin) / span, origin])
-
-
-def _lines(textpage: Any, page: PdfPage) -> list[Line]:
-    lines: list[Line] = []
-    characters: list[str] = []
-    boxes: list[tuple[float, float, float, float]] = []
-    box = [ctypes.c_double() for _ in range(4)]
-
-    def end_line() -> None:
-        text = "".join(characters).strip(" \r\n")
-        if text and boxes:
-            left, bottom, right, top = zip(*boxes, strict=True)
-            lines.append(Line(text, *page.view_box(min(left), min(bottom), max(right), max(top))))
-        characters.clear()
-        boxes.clear()
-
-    for index in range(textpage.count_chars()):
-        character = _character(textpage, index)
-        left, right, bottom, top = box
-        if character not in "\r\n\x02 " and pdfium.FPDFText_GetCharBox(textpage, index, left, right, bottom, top):
-            place = left.value, bottom.value, right.value, top.value
-            if not _is_inside(page, place):
-                continue
-            boxes.append(place)
-        characters.append(character)
-        if character in "\n\x02":
-            end_line()
-    end_line()
-    return lines
-
-
-def _character(textpage: Any, index: int) -> str:
-    code = pdfium.FPDFText_GetUnicode(textpage, index)
-    return chr(code) if 0 < code < 0x110000 and not 0xD800 <= code < 0xE000 else "\ufffd" if code else ""
-
-
-def _is_inside(page: PdfPage, place: tuple[float, float, float, float]) -> bool:
-    left, top, right, bottom = page.view_box(*place)
-    x, y = (left + right) / 2, (top + bottom) / 2
-    return -1 <= x <= page.width + 1 and -1 <= y <= page.height + 1

@@ -38,6 +38,14 @@ def text_of(lines: Sequence[Line]) -> str:
     return "\n".join("  ".join(line.text for line in row) for row in rows_in_order(lines))
 
 
+def quarter_turned(line: Line, turns: int) -> Line:
+    """`line` turned counter-clockwise about the origin, `turns` times a quarter."""
+    left, top, right, bottom = line.left, line.top, line.right, line.bottom
+    for _ in range(turns % 4):
+        left, top, right, bottom = top, -right, bottom, -left
+    return Line(line.text, left, top, right, bottom)
+
+
 def rows_in_order(lines: Sequence[Line]) -> list[list[Line]]:
     if not lines:
         return []
@@ -48,6 +56,12 @@ def rows_in_order(lines: Sequence[Line]) -> list[list[Line]]:
     if len(bands) == 1:
         return _rows(lines)
     return [row for band in bands for row in rows_in_order(band)]
+
+
+def are_mostly_upright_strips(lines: Sequence[Line]) -> bool:
+    """Whether most of the text runs up or down."""
+    strips = sum(line.height for line in lines if line.height > 1.5 * line.width)
+    return strips > 0.5 * sum(max(line.width, line.height) for line in lines)
 
 
 def share_of_backward_steps(lines: Sequence[Line]) -> float:

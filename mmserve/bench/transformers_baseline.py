@@ -19,6 +19,7 @@ from mmserve.bench.workloads import Prompt, Workload
 from mmserve.config import EngineConfig
 from mmserve.errors import EngineError
 from mmserve.weights import hub
+from mmserve.weights.checkpoint import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class TransformersBaseline:
 
     def measure(self, workload: Workload) -> Measurement:
         """One round."""
-        self._connection.send(workload)
+        # A process that is gone is found out by the next line, with its exit code.
+        with contextlib.suppress(OSError):
+            self._connection.send(workload)
         measurement = self._receive()
         assert isinstance(measurement, Measurement)
         return measurement
@@ -77,7 +80,7 @@ class TransformersBaseline:
     def _receive(self) -> object:
         try:
             answer = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode
             raise EngineError("engine_dead", f"the transformers process ended by itself (exit code {code})") from None
@@ -174,9 +177,21 @@ def _load(settings: BaselineSettings) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    path, dtype = settings.path, torch.bfloat16
-    if path.is_file():
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    if settings.path.is_file():
+        return _load_gguf(str(settings.path))
     if settings.is_dummy:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings.path), dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.bfloat16)
+
+
+def _load_gguf(path: str) -> Any:
+    """Through our own reader, because that of transformers needs another package. The model is the same."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    checkpoint = open_checkpoint(path)
+    config = AutoConfig.for_model(**checkpoint.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name in checkpoint.names():
+            model.get_parameter(name).copy_(checkpoint.tensor(name))
+    return model

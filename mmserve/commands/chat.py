@@ -74,7 +74,7 @@ def _question(prompt: str | None) -> str | None:
         return None
     question = "\n\n".join(part for part in (prompt, piped.strip()) if part)
     if not question.strip():
-        raise RequestError("invalid_request", "There is nothing to answer: give a PROMPT, or pipe text in.")
+        raise RequestError("invalid_request", "there is nothing to answer: give a PROMPT, or pipe text in")
     return question
 
 
@@ -106,11 +106,12 @@ class Conversation:
         self.messages.append({"role": "user", "content": question})
         pieces: list[str] = []
         try:
-            async for delta in self.client.generate(self._prompt_token_ids(), self.params):
-                pieces.append(delta.text)
-                _write(delta.text)
-                if delta.finish_reason == "length":
-                    typer.echo("\n[cut off: --max-tokens or the context's end was reached]", err=True, nl=False)
+            async with contextlib.aclosing(self.client.generate(self._prompt_token_ids(), self.params)) as deltas:
+                async for delta in deltas:
+                    pieces.append(delta.text)
+                    _write(delta.text)
+                    if delta.finish_reason == "length":
+                        typer.echo("\n[cut off: --max-tokens or the context's end was reached]", err=True, nl=False)
         except BaseException:
             if not pieces:
                 self.messages.pop()

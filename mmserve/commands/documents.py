@@ -48,10 +48,11 @@ class BatchCommandOptions:
     recursive: Annotated[bool, _option(_IN, "--recursive", "-r", help="Go into subfolders.")] = False
     include: Annotated[
         list[str] | None,
-        _option(_IN, help="In folders, take files that match this pattern, whatever their type; repeatable."),
+        _option(_IN, metavar="PATTERN", help="In folders, take files that match, whatever their type; repeatable."),
     ] = None
     exclude: Annotated[
-        list[str] | None, _option(_IN, help="In folders, leave out files and folders that match; repeatable.")
+        list[str] | None,
+        _option(_IN, metavar="PATTERN", help="In folders, leave out files and folders that match; repeatable."),
     ] = None
     output_dir: Annotated[
         Path | None, _option(_OUT, "--output-dir", "-o", help="Write results below this folder as well.")
@@ -65,7 +66,7 @@ class BatchCommandOptions:
         Path | None, _option(_OUT, help="Write a line of JSON here for each failure: path, code, message, page.")
     ] = None
     jobs: Annotated[int, _option(_RUN, "--jobs", "-j", min=1, help="Documents worked on at once.")] = 4
-    timeout: Annotated[float | None, _option(_RUN, help="Seconds that a document may take.")] = None
+    timeout: Annotated[float | None, _option(_RUN, metavar="SECONDS", help="Time that a document may take.")] = None
     fail_fast: Annotated[bool, _option(_RUN, "--fail-fast", help="Stop at the first document that fails.")] = False
     dry_run: Annotated[bool, _option(_RUN, "--dry-run", help="Say what would be done, and do nothing.")] = False
     quiet: Annotated[
@@ -76,13 +77,13 @@ class BatchCommandOptions:
     def check(self) -> None:
         """Raises `RequestError` for options that do not go together."""
         if self.output_dir is None and (self.resume or self.force):
-            raise RequestError("invalid_request", "--resume and --force need --output-dir.", param="output_dir")
+            raise RequestError("invalid_request", "--resume and --force need --output-dir", param="output_dir")
         if self.resume and self.force:
-            raise RequestError("invalid_request", "--resume skips what --force does again: choose one.", param="force")
+            raise RequestError("invalid_request", "--resume skips what --force does again: choose one", param="force")
         if self.output_dir is not None and self.output_dir.exists() and not self.output_dir.is_dir():
-            raise RequestError("invalid_request", f"{self.output_dir} is not a folder.", param="output_dir")
+            raise RequestError("invalid_request", f"{self.output_dir} is not a folder", param="output_dir")
         if self.report is not None and not self.report.parent.is_dir():
-            raise RequestError("invalid_request", f"The folder of {self.report} does not exist.", param="report")
+            raise RequestError("invalid_request", f"the folder of {self.report} does not exist", param="report")
 
 
 Worker = Callable[[Source], Awaitable[Result]]
@@ -138,7 +139,7 @@ def _look_over(finder: DocumentFinder, folder: OutputFolder | None, *, overwrite
         num_documents += 1
         path = None if folder is None or overwrites else folder.path(source)
         if path is not None and os.path.lexists(path):
-            message = f"{path} exists: --resume skips what is done already, --force writes over it."
+            message = f"{path} exists: --resume skips what is done already, --force writes over it"
             raise RequestError("invalid_request", message, param="output_dir")
     if num_documents == 0:
         raise RequestError("invalid_request", _none_found(finder))
@@ -146,10 +147,10 @@ def _look_over(finder: DocumentFinder, folder: OutputFolder | None, *, overwrite
 
 
 def _none_found(finder: DocumentFinder) -> str:
-    message = "No documents found"
+    message = "no documents found"
     if finder.num_left_out:
         message += f" (other files left out: {finder.num_left_out}; --include '*' takes them)"
-    return message + ("." if finder.selection.recursive else "; -r goes into subfolders.")
+    return message + ("" if finder.selection.recursive else "; -r goes into subfolders")
 
 
 def _planned(finder: DocumentFinder) -> Iterator[Source]:

@@ -115,7 +115,7 @@ class DocumentFinder:
             with os.scandir(folder) as entries:
                 found = sorted((entry.name, entry.is_dir()) for entry in entries)
         except OSError as error:
-            yield Source(folder, self._name(folder), problem=f"The folder cannot be read: {error.strerror}")
+            yield Source(folder, self._name(folder), problem=f"the folder cannot be read: {error.strerror}")
             return
         for name, is_folder in found:
             path = folder / name
@@ -129,7 +129,7 @@ class DocumentFinder:
                 yield self._source(path)
 
     def _source(self, path: Path) -> Source:
-        problem = None if path.is_file() else "It is not a file, or a link that leads nowhere."
+        problem = None if path.is_file() else "it is not a file, or a link that leads nowhere"
         return Source(path, self._name(path), problem)
 
     def _name(self, path: Path) -> str:
@@ -141,8 +141,8 @@ def _check_argument(argument: Path) -> None:
         return
     shown = displayable(argument)
     if argument.exists():
-        raise RequestError("invalid_request", f"{shown} is not a file or folder: pipe it in, and write - for its name.")
-    raise RequestError("invalid_request", f"{shown} does not exist.")
+        raise RequestError("invalid_request", f"{shown} is not a file or folder: pipe it in, and write - for its name")
+    raise RequestError("invalid_request", f"{shown} does not exist")
 
 
 def _common_folder(files: Sequence[Path], folders: Sequence[Path]) -> str:
@@ -154,7 +154,7 @@ def _common_folder(files: Sequence[Path], folders: Sequence[Path]) -> str:
 def standard_input_source() -> Iterator[Source]:
     """Standard input as a file, while the context lasts. Raises `RequestError` if it is a terminal."""
     if sys.stdin.isatty():
-        raise RequestError("invalid_request", "- reads a document from standard input: pipe one in.")
+        raise RequestError("invalid_request", "- reads a document from standard input: pipe one in")
     with tempfile.NamedTemporaryFile(prefix="mmserve-stdin-") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
         file.flush()

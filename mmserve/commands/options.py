@@ -49,7 +49,8 @@ class EngineOptions:
         str, _engine("--model", "-m", help="A built-in name, a local folder, a .gguf file, or a hub id (org/name).")
     ] = DEFAULT_MODEL
     served_model_name: Annotated[
-        list[str] | None, _engine(help="Name of the model in answers and requests, if not that of --model; repeatable.")
+        list[str] | None,
+        _engine(metavar="NAME", help="Name of the model in answers and requests, if not that of --model; repeatable."),
     ] = None
     load_format: Annotated[
         LoadFormat, _engine(help="Kind of weights; dummy means random ones of the right shape, for speed runs.")
@@ -148,7 +149,9 @@ class SamplingOptions:
     presence_penalty: Annotated[float, _sampling(help="Positive: avoid tokens that were used (-2 to 2).")] = 0.0
     frequency_penalty: Annotated[float, _sampling(help="Positive: avoid tokens by how often used (-2 to 2).")] = 0.0
     repetition_penalty: Annotated[float, _sampling(help="Above 1: avoid tokens of prompt and answer.")] = 1.0
-    stop: Annotated[list[str] | None, _sampling(help="End the answer before this text; repeatable.")] = None
+    stop: Annotated[
+        list[str] | None, _sampling(metavar="TEXT", help="End the answer before this text; repeatable.")
+    ] = None
 
     def to_params(self) -> SamplingParams:
         """Raises `RequestError` (`invalid_request`) naming the option at fault."""

@@ -27,8 +27,8 @@ def pull(
     huggingface_hub and honour its variables (HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, ...).
     """
     console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
-    with console.status(f"Fetching {model}"):
-        path = hub.pull(model, source=source)
+    with console.status("Looking") as status:
+        path = hub.pull(model, source=source, progress=status.update)
     typer.echo(str(path))
     if hub.is_demo(model) and not quiet:
         typer.echo(hub.DEMO_NOTICE, err=True)

@@ -62,7 +62,7 @@ def serve(
     """
     show_log(verbose=server.verbose)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if server.verbose else logging.WARNING)
-    from mmserve.server.runner import bind, run_server, url_of
+    from mmserve.server.runner import bind, run_server
     from mmserve.server.settings import ServerSettings
 
     settings = ServerSettings(
@@ -76,11 +76,6 @@ def serve(
     if hub.is_demo(engine.model):
         typer.echo(hub.DEMO_NOTICE, err=True)
     with bind(server.host, server.port) as listener, started_engine(engine) as client:
-        typer.echo(f"Listening on {url_of(listener)} (docs at {url_of(listener)}/docs); the model is being loaded.")
-        stopped_by = run_server(client, documents.open_reader(), settings, listener, on_ready=_say_ready)
+        stopped_by = run_server(client, documents.open_reader(), settings, listener, say=typer.echo)
     if stopped_by == signal.SIGINT:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _say_ready(seconds: float) -> None:
-    typer.echo(f"Ready after {seconds:.1f} s.")

@@ -43,12 +43,12 @@ def read_settings(path: Path, known: CommandOptions) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RequestError("invalid_request", f"{path} cannot be read: {error.strerror}.") from None
+        raise RequestError("invalid_request", f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise RequestError("invalid_request", f"{path} is not valid TOML: {error}.") from None
+        raise RequestError("invalid_request", f"{path} is not valid TOML: {error}") from None
     unknown = list(_unknown_keys(table, known))
     if unknown:
-        raise RequestError("invalid_request", f"{path}: no option is called {', '.join(unknown)}.")
+        raise RequestError("invalid_request", f"{path}: no option is called {', '.join(unknown)}")
     return _default_map(table, known, {})
 
 

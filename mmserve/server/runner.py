@@ -72,15 +72,16 @@ def run_server(
     settings: ServerSettings,
     listener: socket.socket,
     *,
-    on_ready: Callable[[float], None],
+    say: Callable[[str], None],
 ) -> int | None:
-    """Serves until a signal, and returns it. `on_ready` gets the seconds that loading took; main thread only.
+    """Serves until a signal, and returns it; main thread only. `say` gets a sentence for whoever started the server.
 
     Raises what the engine could not start for. The reader is closed at the end, the engine is the caller's.
     """
     server = DrainingServer(create_app(engine, reader, settings), settings)
     with server.signals_stop():
-        asyncio.run(_serve(server, engine, reader, listener, on_ready))
+        say(f"Listening on {url_of(listener)} (docs at {url_of(listener)}/docs); the model is being loaded.")
+        asyncio.run(_serve(server, engine, reader, listener, say))
     if server.received_signal is None:
         engine.wait_until_ready(timeout=0)
     return server.received_signal
@@ -91,22 +92,22 @@ async def _serve(
     engine: "EngineClient",
     reader: "PageReader",
     listener: socket.socket,
-    on_ready: Callable[[float], None],
+    say: Callable[[str], None],
 ) -> None:
     async with reader:
-        loading = asyncio.create_task(_follow_loading(server, engine, on_ready))
+        loading = asyncio.create_task(_follow_loading(server, engine, say))
         await server.serve(sockets=[listener])
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
 
 
-async def _follow_loading(server: DrainingServer, engine: "EngineClient", on_ready: Callable[[float], None]) -> None:
+async def _follow_loading(server: DrainingServer, engine: "EngineClient", say: Callable[[str], None]) -> None:
     """Ends the server where the engine cannot start; asks now and then, so that a signal need not wait for loading."""
     started = time.monotonic()
     while engine.state == "starting":  # noqa: ASYNC110
         await asyncio.sleep(POLL_SECONDS)
     if engine.state == "ready":
-        on_ready(time.monotonic() - started)
+        say(f"Ready after {time.monotonic() - started:.1f} s.")
     else:
         server.should_exit = True
 

@@ -51,15 +51,15 @@ def render_chat(
 
 
 class _Markers:
-    """Wraps control tokens in user text, under a nonce that no text can guess, and finds them again."""
+    """Wraps control tokens in user text, between numbers that no text can guess, and finds them again."""
 
     def __init__(self, control_tokens: Iterable[str]) -> None:
         longest_first = sorted((token for token in control_tokens if token.strip()), key=len, reverse=True)
-        tokens = "|".join(map(re.escape, longest_first)) or "(?!)"
-        nonce = secrets.token_hex(8)
-        self._start, self._end = f"\ue000{nonce}\ue001", f"\ue001{nonce}\ue000"
-        self._tokens = re.compile(tokens)
-        self._marked = re.compile(f"{self._start}({tokens}){self._end}|{self._start}|{self._end}")
+        self._tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        # Digits alone, so that no filter of a template (tojson, upper, escape) changes them.
+        self._start, self._end = (str(10**24 + secrets.randbelow(10**24)) for _ in range(2))
+        marker = f"{self._start}|{self._end}"
+        self._marked = re.compile(f"{self._start}((?:(?!{marker}).)*){self._end}|{marker}", re.DOTALL)
 
     def mark(self, value: Any) -> Any:
         """`value` with every string in it marked; dictionary keys are left alone."""

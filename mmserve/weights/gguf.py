@@ -65,7 +65,9 @@ class GGUFCheckpoint:
             raise missing_weight(name)
         check_shape(name, info.shape, shape or info.shape)
         if info.type in _PLAIN_TYPES:
-            return self._restore_order(name, self._plain(info))
+            plain = self._restore_order(name, self._plain(info))
+            # A small view would keep the whole file mapped when everything else has been converted and let go.
+            return plain if plain.ndim > 1 else plain.clone()
         # Rows are put in order while they are still packed: there are fewer bytes to move.
         blocks = self._restore_order(name, self._blocks(info))
         return dequantize(blocks, info.type).reshape(info.shape)

@@ -34,6 +34,10 @@ def to_hf_config(
         return _convert(_Keys(metadata, architecture), shapes, rope_factors)
     except KeyError as error:
         raise SetupError("model_unavailable", f"the GGUF file lacks {error.args[0]!r}: fetch it again") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise SetupError(
+            "model_unavailable", f"the GGUF file's metadata is damaged ({error}): fetch it again"
+        ) from None
 
 
 class _Keys:

@@ -76,6 +76,8 @@ def _parse(data: mmap.mmap) -> GGUFHeader:
         metadata[key] = cursor.value(cursor.scalar("I"))
     rows = [cursor.tensor_row() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment {alignment!r}")
     start = -(-cursor.position // alignment) * alignment
     tensors = tuple(_tensor_info(row, start, len(data)) for row in rows)
     return GGUFHeader(metadata, tensors)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    if any((folder / name).is_file() for name in _SENTENCEPIECE_FILES) and find_spec("sentencepiece") is None:
+        raise SetupError(
+            "missing_dependency",
+            f"{folder} has no tokenizer.json but a sentencepiece model, and reading that needs another package: "
+            "run `pip install sentencepiece`",
+        )
     # Takes seconds to import, and only folders without tokenizer.json need it.
     from transformers import AutoTokenizer
 

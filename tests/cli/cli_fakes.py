@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.testing import Result
 
 from mmserve import cli
 from mmserve.commands import documents
@@ -17,6 +18,7 @@ from mmserve.commands.options import DocumentOptions, EngineOptions, with_option
 from mmserve.errors import DocumentError, MMServeError, SetupError
 from mmserve.pipelines.batch import Source
 
+Invoke = Callable[..., Result]
 app = typer.Typer()
 events: list[str] = []
 

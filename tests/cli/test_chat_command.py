@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -14,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Invoke
+from cli_fakes import Invoke
 
 from mmserve.commands import chat
 from mmserve.commands.options import EngineOptions
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
+
+pytest_plugins = ["cli_fixtures"]
+pytestmark = pytest.mark.usefixtures("empty_place")
 
 
 @dataclass
@@ -40,10 +44,11 @@ class EchoEngine:
         self.tokenizer = CharacterTokenizer()
         self.max_model_len = max_model_len
         self.params: SamplingParams | None = None
-        self.num_waits = 0
+        self.is_ready = False
+        self.num_aborted = 0
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        self.num_waits += 1
+        self.is_ready = True
 
     async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
         self.params = params
@@ -52,7 +57,10 @@ class EchoEngine:
         prompt = "".join(chr(token_id) for token_id in prompt_token_ids)
         yield Delta("[")
         if prompt.endswith("sleep;"):
-            await asyncio.sleep(60)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.num_aborted += 1
         yield Delta(prompt)
         yield Delta("]", "length" if params.max_tokens else "stop")
 
@@ -89,6 +97,7 @@ def test_a_prompt_is_answered_once(invoke: Invoke, engine: EchoEngine) -> None:
     result = invoke("chat", "Hi", "--system", "Be brief", "--temperature", "0", "--stop", "x", "-q")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "[s:Be brief;u:Hi;]\n", "")
     assert engine.params is not None
+    assert engine.is_ready
     assert (engine.params.temperature, engine.params.top_p, engine.params.stop) == (0.0, 0.95, ("x",))
 
 
@@ -189,15 +198,20 @@ class Terminal:
     def __init__(self) -> None:
         self._here, there = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TERMINAL_CHAT], stdin=there, stdout=there, stderr=there, start_new_session=True
+            [sys.executable, "-c", TERMINAL_CHAT],
+            stdin=there,
+            stdout=there,
+            stderr=there,
+            env={**os.environ, "TERM": "dumb"},
+            start_new_session=True,
         )
         os.close(there)
         self._seen = ""
 
     def wait_for(self, text: str) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 30
         while text not in self._seen:
-            assert time.monotonic() < end, self._seen
+            assert select.select([self._here], [], [], max(0.0, end - time.monotonic()))[0], self._seen
             self._seen += os.read(self._here, 4096).decode()
         self._seen = self._seen.partition(text)[2]
 
@@ -214,7 +228,7 @@ def test_ctrl_c_interrupts_the_answer_alone() -> None:
     terminal = Terminal()
     terminal.wait_for("> ")
     terminal.type("sleep\n")
-    terminal.wait_for("[")
+    terminal.wait_for("sleep\r\n[")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("[interrupted]")
     terminal.wait_for("> ")
@@ -224,6 +238,22 @@ def test_ctrl_c_interrupts_the_answer_alone() -> None:
     terminal.wait_for("Ctrl-D ends")
     terminal.type("/exit\n")
     assert terminal.close() == 0
+
+
+def test_an_interrupted_answer_is_aborted_at_once_and_remembered_as_far_as_it_went() -> None:
+    engine = EchoEngine()
+    conversation = chat.Conversation(engine, SamplingParams())  # type: ignore[arg-type]
+
+    async def interrupt() -> None:
+        task = asyncio.create_task(conversation.answer("sleep"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.num_aborted == 1
+
+    asyncio.run(interrupt())
+    assert conversation.messages == [{"role": "user", "content": "sleep"}, {"role": "assistant", "content": "["}]
 
 
 def test_text_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

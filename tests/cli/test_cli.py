@@ -6,10 +6,13 @@ from pathlib import Path
 
 import cli_fakes
 import pytest
-from conftest import Invoke
+from cli_fakes import Invoke
 
 from mmserve import __version__, cli
 from mmserve.errors import DocumentError, EngineError, RequestError, SetupError
+
+pytest_plugins = ["cli_fixtures"]
+pytestmark = pytest.mark.usefixtures("empty_place")
 
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "PIL", "rapidocr", "huggingface_hub")
 
@@ -94,9 +97,9 @@ def test_the_settings_file_may_be_named_or_in_the_home_folder(invoke: Invoke, mo
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ("modell = 'x'\n[shout]\ngreet = 1", "mmserve.toml: no option is called modell, shout.greet."),
-        ("[shuot]\nmodel = 'x'", "no option is called shuot."),
-        ("[shout]\nport = 1", "no option is called shout.port."),
+        ("modell = 'x'\n[shout]\ngreet = 1", "mmserve.toml: no option is called modell, shout.greet"),
+        ("[shuot]\nmodel = 'x'", "no option is called shuot"),
+        ("[shout]\nport = 1", "no option is called shout.port"),
         ("model = ", "mmserve.toml is not valid TOML"),
         ("max-num-seqs = 'many'", "--max-num-seqs"),
     ],
@@ -118,7 +121,7 @@ def test_an_option_of_another_command_may_stand_at_the_top(invoke: Invoke) -> No
 
 def test_a_settings_file_that_is_named_must_exist(invoke: Invoke) -> None:
     result = invoke("--config", "none.toml", "shout", "-")
-    assert (result.exit_code, result.stderr) == (2, "mmserve: none.toml cannot be read: No such file or directory.\n")
+    assert (result.exit_code, result.stderr) == (2, "mmserve: none.toml cannot be read: No such file or directory\n")
 
 
 @pytest.mark.parametrize(
@@ -128,9 +131,9 @@ def test_a_settings_file_that_is_named_must_exist(invoke: Invoke) -> None:
         (DocumentError("corrupt_document", "Cut off."), 1, "mmserve: Cut off."),
         (EngineError("engine_dead", "It died."), 1, "mmserve: It died."),
         (SetupError("insufficient_memory", "Too large."), 3, "mmserve: Too large."),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "The Python package torch is missing"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 3, "the Python package torch is missing"),
         (PermissionError(13, "Permission denied", "/x"), 1, "mmserve: Permission denied: /x"),
-        (KeyError("x"), 1, "mmserve: Unexpected KeyError: 'x'"),
+        (KeyError("x"), 1, "mmserve: unexpected KeyError: 'x'"),
     ],
 )
 def test_errors_are_sentences(

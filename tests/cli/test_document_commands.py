@@ -6,9 +6,12 @@ from pathlib import Path
 
 import cli_fakes
 import pytest
-from conftest import Invoke
+from cli_fakes import Invoke
 
 from mmserve.weights import hub
+
+pytest_plugins = ["cli_fixtures"]
+pytestmark = pytest.mark.usefixtures("empty_place")
 
 QUIET_MODEL = ("--model", "some/model")
 
@@ -53,7 +56,8 @@ def test_a_folder_is_mirrored_under_full_names(invoke: Invoke) -> None:
         "sub/a.pdf.md": "# sub/a.pdf\n\nTHREE\n",
         "sub/a.txt.md": "# sub/a.txt\n\nTWO\n",
     }
-    assert sorted(result.stdout.split("# ")[1:]) == ["a.txt\n\nONE\n\n", "sub/a.pdf\n\nTHREE\n\n", "sub/a.txt\n\nTWO\n"]
+    printed = f"\n{result.stdout}".split("\n# ")[1:]
+    assert sorted(text.strip() for text in printed) == ["a.txt\n\nONE", "sub/a.pdf\n\nTHREE", "sub/a.txt\n\nTWO"]
 
 
 def test_same_names_in_two_folders_do_not_collide(invoke: Invoke) -> None:
@@ -224,7 +228,7 @@ def test_dry_run_leaves_out_what_is_done(invoke: Invoke) -> None:
     ("arguments", "sentence"),
     [
         (["nowhere.pdf"], "nowhere.pdf does not exist"),
-        (["empty"], "No documents found"),
+        (["empty"], "no documents found"),
         (["a.txt", "--resume"], "need --output-dir"),
         (["a.txt", "-o", "out", "--resume", "--force"], "choose one"),
         (["a.txt", "-o", "a.txt"], "a.txt is not a folder"),

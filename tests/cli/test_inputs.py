@@ -9,6 +9,9 @@ import pytest
 from mmserve.commands.inputs import DocumentFinder, Selection
 from mmserve.errors import RequestError
 
+pytest_plugins = ["cli_fixtures"]
+pytestmark = pytest.mark.usefixtures("empty_place")
+
 ALL = Selection(recursive=True)
 
 

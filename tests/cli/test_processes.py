@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import cli_fakes
+import pytest
+
+pytest_plugins = ["cli_fixtures"]
+pytestmark = pytest.mark.usefixtures("empty_place")
 
 COMMAND = [sys.executable, cli_fakes.__file__, "shout", "--model", "some/model"]
 
@@ -55,7 +59,7 @@ def test_a_terminal_is_not_a_document() -> None:
     os.close(terminal)
     os.close(standard_input)
     assert process.returncode == 2
-    assert stderr == "mmserve: - reads a document from standard input: pipe one in.\n"
+    assert stderr == "mmserve: - reads a document from standard input: pipe one in\n"
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence() -> None:

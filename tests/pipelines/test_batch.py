@@ -111,7 +111,8 @@ def test_equal_contents_are_done_once_and_written_everywhere(tmp_path: Path) -> 
     work, sink = Work(), MemorySink()
     totals = asyncio.run(run_batch(write_documents(tmp_path, texts), work, sink, BatchOptions(jobs=4)))
     assert sink.written == {"a": "SAME", "b": "SAME", "c": "OTHER", "d": "SAME"}
-    assert sorted(work.seen) == ["a", "c"]
+    assert len(work.seen) == 2
+    assert "c" in work.seen
     assert totals == BatchTotals(num_done=4, num_copied=2)
 
 
@@ -119,8 +120,8 @@ def test_a_copy_of_a_failed_document_is_tried_itself(tmp_path: Path) -> None:
     work, sink = Work(), MemorySink()
     sources = write_documents(tmp_path, {"a": "bad", "b": "bad"})
     asyncio.run(run_batch(sources, work, sink, BatchOptions(jobs=2)))
-    assert work.seen == ["a", "b"]
-    assert [failure.message for failure in sink.failures] == ["a is cut off.", "b is cut off."]
+    assert sorted(work.seen) == ["a", "b"]
+    assert sorted(failure.message for failure in sink.failures) == ["a is cut off.", "b is cut off."]
 
 
 def test_what_is_done_already_is_skipped(tmp_path: Path) -> None:

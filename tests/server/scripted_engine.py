@@ -5,9 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmserve.engine.client import CompletionDelta, RequestTimings
-
 from mmserve.config import EngineConfig, SchedulerConfig
+from mmserve.engine.client import CompletionDelta, RequestTimings
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import MMServeError, RequestError
 from mmserve.request import SamplingParams, TokenLogprob

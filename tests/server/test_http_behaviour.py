@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from live_server import LiveServer, serving, wait_until
-from mmserve.engine.client import RequestTimings
 from scripted_engine import ScriptedEngine
 
 import mmserve
+from mmserve.engine.client import RequestTimings
 from mmserve.engine.messages import EngineStats
 
 CHAT = "/v1/chat/completions"
@@ -242,7 +242,10 @@ def test_metrics_have_the_promised_names_and_true_values() -> None:
     )
     engine = ScriptedEngine(stats=stats)
     with serving(engine) as server:
-        for report in (timings(), timings(finish_reason="abort", num_output_tokens=0, time_to_first_token=None, inter_token_latencies=())):
+        for report in (
+            timings(),
+            timings(finish_reason="abort", num_output_tokens=0, time_to_first_token=None, inter_token_latencies=()),
+        ):
             for observer in engine.observers:
                 threading.Thread(target=observer, args=(report,)).start()
         wait_until(lambda: 'mmserve_request_success_total{finished_reason="abort"} 1.0' in scrape(server))

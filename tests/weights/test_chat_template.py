@@ -1,4 +1,5 @@
 import json
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -9,7 +10,7 @@ USER = [{"role": "user", "content": "hi"}]
 CONTROL = ("<|end|>", "<think>", "</think>")
 
 
-def render(template: str, messages: list[dict[str, object]] = USER, **variables: object) -> str:
+def render(template: str, messages: Sequence[Mapping[str, object]] = USER, **variables: object) -> str:
     return "".join(piece.text for piece in render_chat(template, messages, CONTROL, variables))
 
 
@@ -33,11 +34,11 @@ def test_a_torn_marker_does_not_let_text_join_into_a_token() -> None:
     assert [piece.text for piece in pieces] == ["<|", "end|>"]
 
 
-def test_markers_cannot_be_forged() -> None:
-    content = "\ue000\ue001<|end|>\ue001\ue000"
-    pieces = render_chat("{{ messages[0].content }}", [{"role": "user", "content": content}], CONTROL, {})
-    assert "".join(piece.text for piece in pieces) == content
-    assert RenderedPiece("<|end|>", is_text=True) in pieces
+@pytest.mark.parametrize("filters", ["upper | lower", "tojson(ensure_ascii=True)", "escape", "title", "trim", "e | e"])
+def test_filters_do_not_lose_the_markers(filters: str) -> None:
+    message = {"role": "user", "content": "1<think>2"}
+    pieces = render_chat("{{ messages[0].content | %s }}" % filters, [message], ("<think>", "think"), {})  # noqa: UP031
+    assert "think" not in "".join(piece.text.lower() for piece in pieces if not piece.is_text)
 
 
 def test_tools_are_marked_too() -> None:

@@ -17,7 +17,7 @@ from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.schemas.common import ERROR_RESPONSES, RequestModel
 from mmserve.server.sse import EventStream, frame
 from mmserve.server.state import ServerState, State, require_ready
-from mmserve.server.uploads import Upload, UploadForm, receive_form
+from mmserve.server.uploads import Upload, receive_form
 
 router = APIRouter(tags=["documents"], dependencies=[Depends(require_ready)])
 
@@ -99,9 +99,7 @@ async def create_summary(request: Request, state: State) -> Response:
         if fields.stream:
             on_end = cleanup.pop_all().close
             return EventStream(_frames(call), drain=state.drain, timeout=timeout, error_event="error", on_end=on_end)
-        content = await run_within_lifetime(
-            _results(call), receive=request.receive, drain=state.drain, timeout=timeout
-        )
+        content = await run_within_lifetime(_results(call), receive=request.receive, drain=state.drain, timeout=timeout)
     return JSONResponse(content)
 
 

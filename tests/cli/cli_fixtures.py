@@ -2,20 +2,19 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cli_fakes
 import pytest
+from cli_fakes import Invoke
 from typer.testing import CliRunner, Result
 
 from mmserve import cli
 
-Invoke = Callable[..., Result]
 
-
-@pytest.fixture(autouse=True)
-def _empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty working directory and home, and none of the user's settings."""
     home = tmp_path / "home"
     place = tmp_path / "place"
@@ -29,7 +28,7 @@ def _empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
+def invoke(empty_place: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Invoke]:
     """`invoke("shout", "a.txt")` -> exit code, standard output and standard error."""
     cli_fakes.install(monkeypatch.setattr)
     runner = CliRunner()

@@ -1,0 +1,62 @@
+"""One request to the engine: its answer, statement by statement, ended early where it loops."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from mmserve.errors import EngineError
+from mmserve.pipelines.engine_protocol import TextEngine
+from mmserve.pipelines.repetition import LoopDetector
+from mmserve.pipelines.sentences import Statement, StatementStream
+from mmserve.request import SamplingParams
+
+
+@dataclass
+class Usage:
+    """Tokens of all requests together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+@dataclass
+class Answer:
+    """How one request went; complete once its statements were read to the end."""
+
+    num_tokens: int = 0
+    is_cut: bool = False
+    has_looped: bool = False
+    usage: Usage = field(default_factory=Usage)
+
+
+async def statements(
+    engine: TextEngine, prompt_token_ids: Sequence[int], params: SamplingParams, answer: Answer
+) -> AsyncGenerator[Statement, None]:
+    """The answer's statements as they come; `answer` is filled on the way. Closing it aborts the request.
+
+    Raises `EngineError` and `RequestError` as the engine does.
+    """
+    stream, loops = StatementStream(), LoopDetector()
+    answer.usage.prompt_tokens += len(prompt_token_ids)
+    async with aclosing(engine.generate(prompt_token_ids, params)) as deltas:
+        async for delta in deltas:
+            answer.num_tokens += len(delta.token_ids)
+            answer.usage.completion_tokens += len(delta.token_ids)
+            answer.is_cut = delta.finish_reason == "length"
+            if delta.finish_reason in ("abort", "error"):
+                raise EngineError("internal_error", "the request was ended before its answer was complete")
+            for statement in stream.push(delta.text):
+                yield statement
+            if loops.push(delta.token_ids):
+                answer.has_looped = True
+                break
+    for statement in stream.finish(is_cut=answer.is_cut or answer.has_looped):
+        yield statement

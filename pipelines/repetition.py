@@ -1,0 +1,45 @@
+"""Loops of a weak model: noticed while they happen, and kept out of the result."""
+
+from collections.abc import Sequence
+
+from mmserve.pipelines.terms import terms_of
+
+_MAX_PERIOD = 64
+_MIN_REPEATED_TOKENS = 24
+_MIN_ROUNDS = 3
+_NEARLY_THE_SAME = 0.8
+
+
+class LoopDetector:
+    """Notices that the end of an answer is the same run of tokens, three times or more."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> bool:
+        """Whether the answer has begun to loop."""
+        self._token_ids += token_ids
+        return any(self._repeats(period) for period in range(1, _MAX_PERIOD + 1))
+
+    def _repeats(self, period: int) -> bool:
+        length = max(_MIN_ROUNDS * period, _MIN_REPEATED_TOKENS)
+        tail = self._token_ids[-length:]
+        return len(tail) == length and tail[period:] == tail[:-period]
+
+
+class Novelty:
+    """Remembers what was said; a statement that nearly repeats another one, with no number of its own, is not new."""
+
+    def __init__(self) -> None:
+        self._said: list[tuple[frozenset[str], frozenset[str]]] = []
+
+    def is_new(self, text: str) -> bool:
+        terms = [term for term in terms_of(text) if term.kind != "function"]
+        keys = frozenset(term.key for term in terms)
+        numbers = frozenset(term.key for term in terms if term.kind == "number")
+        for said_keys, said_numbers in self._said:
+            shared = len(keys & said_keys)
+            if numbers <= said_numbers and shared >= _NEARLY_THE_SAME * len(keys):
+                return False
+        self._said.append((keys, numbers))
+        return True

@@ -1,0 +1,112 @@
+"""Sentences: of an answer as it streams, and of a page whose lines were broken by its layout."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_ABBREVIATIONS = frozenset(
+    "mr mrs ms dr prof st sr jr no nos vs etc inc ltd co corp dept fig p pp ca approx e.g i.e a.m p.m u.s u.k "
+    "jan feb mar apr jun jul aug sep sept oct nov dec nr bzw z.b d.h u.a usw str tel abs art e.v "
+    "m mme mlle av env núm pág".split()
+)
+_END = re.compile(r"(?:[.!?…]+[\"'”’»)\]]*(?=\s|$))|(?:[。！？]+[」』”]*)")
+_LIST_MARK = re.compile(r"\s*(?:[-*•·–]|\d{1,2}[.)])\s+")
+_PAGE_MARK = re.compile(
+    r"\s*[\[(]\s*(?:pp?|pages?|seiten?|s)\b\.?\s*\d+(?:\s*(?:[,;&–-]|and|und|to|bis)\s*(?:pp?\.?\s*)?\d+)*\s*[\])]",
+    re.IGNORECASE,
+)
+_EMPHASIS = re.compile(r"\*\*|__|`+|^\s*#{1,6}\s+", re.MULTILINE)
+_WORD_BREAK = re.compile(r"(\w)[-\u00ad\u2010]\n(?=[a-zà-ÿ])")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One sentence of an answer, without page marks. `starts_line` and `is_item` keep the answer's own layout."""
+
+    text: str
+    starts_line: bool = False
+    is_item: bool = False
+
+
+class StatementStream:
+    """Text deltas -> statements, each as soon as it is complete."""
+
+    def __init__(self) -> None:
+        self._pending = ""
+        self._at_line_start = True
+
+    def push(self, delta: str) -> list[Statement]:
+        self._pending += delta
+        statements: list[Statement] = []
+        while (end := self._next_end()) is not None:
+            piece, self._pending = self._pending[:end], self._pending[end:]
+            statements += self._take(piece)
+        return statements
+
+    def finish(self, *, is_cut: bool) -> list[Statement]:
+        """What is left; of an answer that was cut off only a whole sentence."""
+        piece, self._pending = self._pending, ""
+        if is_cut and not _END.search(piece.rstrip()[-4:]):
+            return []
+        return self._take(piece)
+
+    def _next_end(self) -> int | None:
+        """Where the first complete sentence or line ends. The end of what there is may still go on."""
+        newline = self._pending.find("\n")
+        line = self._pending if newline < 0 else self._pending[:newline]
+        for end in sentence_ends(line):
+            if end < len(self._pending):
+                return end
+        return newline + 1 if newline >= 0 else None
+
+    def _take(self, piece: str) -> list[Statement]:
+        starts_line, self._at_line_start = self._at_line_start, piece.endswith("\n")
+        mark = _LIST_MARK.match(piece) if starts_line else None
+        text = clean_statement(piece[mark.end() :] if mark else piece)
+        if not text:
+            self._at_line_start = self._at_line_start or starts_line
+            return []
+        return [Statement(text, starts_line, mark is not None)]
+
+
+def clean_statement(text: str) -> str:
+    """Without emphasis marks, page marks of the model's own, and stray spaces."""
+    text = _PAGE_MARK.sub("", _EMPHASIS.sub("", text))
+    return re.sub(r"\s+([.,;!?])", r"\1", " ".join(text.split())).strip()
+
+
+def sentence_ends(line: str) -> Iterator[int]:
+    """Positions after which a new sentence may start. `Dr.`, `No. 4`, `14. März` and initials end none."""
+    for match in _END.finditer(line):
+        before = line[: match.start()].split()
+        last = before[-1].lstrip("([\"'“‘«").casefold() if before else ""
+        is_period = match[0] == "."
+        is_short = last in _ABBREVIATIONS or (len(last) == 1 and last.isalpha()) or last.isdigit() and len(last) < 3
+        rest = line[match.end() :].lstrip()
+        if is_period and rest and (is_short or rest[:1].islower()):
+            continue
+        yield match.end()
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences of one paragraph."""
+    sentences, start = [], 0
+    for end in sentence_ends(text):
+        sentences.append(text[start:end].strip())
+        start = end
+    return [sentence for sentence in [*sentences, text[start:].strip()] if sentence]
+
+
+def page_sentences(text: str) -> list[str]:
+    """Sentences of a page: lines that the layout broke are joined, headings and table rows stay for themselves."""
+    lines = [line.strip() for line in _WORD_BREAK.sub(r"\1", text).splitlines()]
+    width = max((len(line) for line in lines), default=0)
+    blocks: list[str] = []
+    joins = False
+    for line in lines:
+        if joins and line and not _LIST_MARK.match(line):
+            blocks[-1] += " " + line
+        elif line:
+            blocks.append(line)
+        joins = bool(line) and len(line) >= 0.7 * width and not line.endswith((".", "!", "?", ":"))
+    return [sentence for block in blocks for sentence in split_sentences(block)]

@@ -1,0 +1,75 @@
+"""Drives an `Engine` without a client: requests in, tokens out, invariants checked after every step."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmserve.cache.kv_cache import KVCache
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmserve.engine.engine import Engine
+from mmserve.engine.messages import EngineRequest
+from mmserve.engine.scheduler import Scheduler
+from mmserve.request import SamplingParams, SequenceStatus
+from mmserve.weights.checkpoint import open_checkpoint
+
+
+def engine_config(
+    folder: Path, *, num_blocks: int = 256, block_size: int = 16, prefix_caching: bool = True, **scheduler: Any
+) -> EngineConfig:
+    """float32 on the CPU, with exactly `num_blocks` blocks; `scheduler` are fields of `SchedulerConfig`."""
+    model = ModelConfig.from_hf(open_checkpoint(str(folder)).config)
+    memory_bytes = num_blocks * KVCache.bytes_per_block(model, block_size, torch.float32)
+    cache = CacheConfig(block_size=block_size, memory_bytes=memory_bytes, enable_prefix_caching=prefix_caching)
+    return EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        cache=cache,
+        scheduler=SchedulerConfig(**scheduler),
+    )
+
+
+def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def run_to_end(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    after_step: Callable[[Engine], None] | None = None,
+) -> list[list[int]]:
+    """The tokens of every prompt; all are offered at once."""
+    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        refusal = engine.add_request(EngineRequest(str(i), list(prompt), params))
+        assert refusal is None, refusal
+    while engine.has_work:
+        for output in engine.step().outputs:
+            answers[output.request_id] += output.token_ids
+        check_invariants(engine.scheduler)
+        if after_step is not None:
+            after_step(engine)
+    return list(answers.values())
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Blocks partition the pool, references add up, and only running sequences own anything."""
+    pool = scheduler.pool
+    pool.check_invariants()
+    owners: dict[int, int] = {}
+    for sequence in scheduler.running:
+        assert sequence.status is SequenceStatus.RUNNING
+        assert len(sequence.block_ids) * scheduler.block_size >= sequence.num_computed_tokens
+        for block_id in sequence.block_ids:
+            owners[block_id] = owners.get(block_id, 0) + 1
+    for sequence in scheduler.waiting:
+        assert not sequence.block_ids
+        assert sequence.num_computed_tokens == 0
+    assert all(pool.num_references(block_id) == count for block_id, count in owners.items())
+    assert pool.num_referenced == len(owners)
+    assert len(scheduler.running) <= scheduler.config.max_num_seqs

@@ -1,0 +1,26 @@
+import pytest
+
+from mmserve.weights.names import from_gguf, to_causal_lm
+
+
+@pytest.mark.parametrize(
+    ("gguf_name", "name"),
+    [
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("output.weight", "lm_head.weight"),
+        ("output_norm.weight", "model.norm.weight"),
+        ("blk.12.attn_q.bias", "model.layers.12.self_attn.q_proj.bias"),
+        ("blk.0.attn_k_norm.weight", "model.layers.0.self_attn.k_norm.weight"),
+        ("blk.7.ffn_norm.weight", "model.layers.7.post_attention_layernorm.weight"),
+        ("blk.7.ffn_gate_exps.weight", "blk.7.ffn_gate_exps.weight"),
+        ("rope_freqs.weight", "rope_freqs.weight"),
+    ],
+)
+def test_gguf_names_become_hugging_face_names(gguf_name: str, name: str) -> None:
+    assert from_gguf(gguf_name) == name
+
+
+def test_only_bare_decoders_get_a_prefix() -> None:
+    bare = ["embed_tokens.weight", "norm.weight", "lm_head.weight"]
+    assert list(to_causal_lm(bare)) == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert to_causal_lm(["model.norm.weight"]) == {"model.norm.weight": "model.norm.weight"}

@@ -1,0 +1,87 @@
+"""Characters of a PDF page -> lines, whichever way the text runs. pdfium's own lines fail on pages that are turned."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmserve.vision.reading_order import Line, quarter_turned
+
+GENERATED = "\r\n\x02 "
+_LINE_STEP = 0.6
+_WORD_GAP = 0.3
+
+
+@dataclass(frozen=True)
+class PlacedCharacter:
+    """`box` is left, top, right, bottom in points of the view; None for what pdfium put in (spaces, line ends)."""
+
+    character: str
+    box: tuple[float, float, float, float] | None
+
+
+def lines_of(characters: Sequence[PlacedCharacter]) -> tuple[list[Line], int]:
+    """Lines in the view, in the order of `characters`; and by how many quarter turns they must be turned to run right.
+
+    Quarter turns are counter-clockwise.
+    """
+    turns = _quarter_turns_to_upright(characters)
+    lines: list[Line] = []
+    current: list[PlacedCharacter] = []
+    for placed in characters:
+        if current and _starts_line(current, placed, turns):
+            lines += _line(current, turns)
+            current = []
+        current.append(placed)
+    return lines + _line(current, turns), turns
+
+
+def _quarter_turns_to_upright(characters: Sequence[PlacedCharacter]) -> int:
+    """From where most characters stand beside the one before them."""
+    votes = [0, 0, 0, 0]
+    for before, after in itertools.pairwise(characters):
+        if before.box is None or after.box is None:
+            continue
+        step_x = after.box[0] + after.box[2] - before.box[0] - before.box[2]
+        step_y = after.box[1] + after.box[3] - before.box[1] - before.box[3]
+        is_across = abs(step_x) >= abs(step_y)
+        votes[(0 if step_x >= 0 else 2) if is_across else (1 if step_y >= 0 else 3)] += 1
+    return votes.index(max(votes))
+
+
+def _starts_line(current: Sequence[PlacedCharacter], placed: PlacedCharacter, turns: int) -> bool:
+    if current[-1].character in ("\n", "\x02"):
+        return True
+    last = next((one for one in reversed(current) if one.box is not None), None)
+    if placed.box is None or last is None or last.box is None:
+        return False
+    a, b = _upright(last, turns), _upright(placed, turns)
+    height = max(a.height, b.height, 1e-6)
+    return abs(a.center[1] - b.center[1]) > _LINE_STEP * height or b.right < a.left - 2 * height
+
+
+def _line(characters: Sequence[PlacedCharacter], turns: int) -> list[Line]:
+    boxes = [one.box for one in characters if one.box is not None]
+    text = _with_gaps(characters, turns).strip(" \r\n")
+    if not boxes or not text:
+        return []
+    left, top, right, bottom = zip(*boxes, strict=True)
+    return [Line(text, min(left), min(top), max(right), max(bottom))]
+
+
+def _with_gaps(characters: Sequence[PlacedCharacter], turns: int) -> str:
+    """The text, with a space where words stand apart and pdfium put none."""
+    heights = [_upright(one, turns).height for one in characters if one.box is not None]
+    gap = _WORD_GAP * statistics.median(heights) if heights else 0.0
+    text = ""
+    for before, after in zip([None, *characters], characters, strict=False):
+        is_apart = before is not None and before.box is not None and after.box is not None
+        if is_apart and before is not None and _upright(after, turns).left - _upright(before, turns).right > gap:
+            text += " "
+        text += after.character
+    return text
+
+
+def _upright(placed: PlacedCharacter, turns: int) -> Line:
+    assert placed.box is not None
+    return quarter_turned(Line(placed.character, *placed.box), turns)
