@@ -1,11 +1,13 @@
 """Sentences of the pages themselves, chosen to stand where the model's own are not supported."""
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from mmserve.pipelines.repetition import Novelty
-from mmserve.pipelines.sources import Sources, SourceSentence
+from mmserve.pipelines.sources import SourcePage, Sources, SourceSentence
 from mmserve.pipelines.terms import Term, terms_of
 
 _ANAPHORA = frozenset(
@@ -17,68 +19,91 @@ _KEY_FIELDS = frozenset(
     "facture importe fecha".split()
 )
 _MIN_WORDS, _MAX_WORDS = 5, 45
-_READ_ALREADY = 0.45
+_CANDIDATES_PER_PAGE = 8
+# The second sentence of a page has to be this much better than the first of another one.
+_PAGE_CITED_ALREADY = 0.45
+
+
+@dataclass(frozen=True, order=True)
+class Extract:
+    """A sentence of a page, and its place there."""
+
+    page: int
+    place: int
+    text: str
 
 
 def choose_extracts(
-    sources: Sources, count: int, *, novelty: Novelty, cited_pages: Collection[int] = ()
-) -> list[SourceSentence]:
+    sources: Sources,
+    count: int,
+    *,
+    novelty: Novelty,
+    cited_pages: Collection[int] = (),
+    within: Sequence[int] | None = None,
+) -> list[Extract]:
     """Up to `count` sentences in the order of the pages, from pages not cited yet where that costs little.
 
     Prose is preferred; a document without any (a receipt, a table) gives its heading and its lines with figures.
     """
-    scores = _prose_scores(sources) or _line_scores(sources)
+    if count < 1:
+        return []
+    numbers = sources.page_numbers if within is None else within
+    scores = _prose_scores(sources, numbers) or _line_scores(sources, numbers)
     num_taken = Counter(cited_pages)
-    chosen: list[SourceSentence] = []
+    chosen: list[Extract] = []
     while scores and len(chosen) < count:
-        best = max(scores, key=lambda sentence: scores[sentence] * _READ_ALREADY ** num_taken[sentence.page])
+        best = max(scores, key=lambda extract: scores[extract] * _PAGE_CITED_ALREADY ** num_taken[extract.page])
         del scores[best]
         if novelty.is_new(best.text):
             chosen.append(best)
             num_taken[best.page] += 1
-    places = {sentence: place for place, sentence in enumerate(sources.sentences)}
-    return sorted(chosen, key=lambda sentence: places[sentence])
+    return sorted(chosen)
 
 
-def _prose_scores(sources: Sources) -> dict[SourceSentence, float]:
-    sentences = sources.sentences
-    num_with = Counter(key for sentence in sentences for key in sentence.keys)
-    copies = Counter(sentence.text for sentence in sentences)
-    scores: dict[SourceSentence, float] = {}
-    for page in sources.pages.values():
-        prose = [sentence for sentence in page.sentences if _is_prose(sentence.text) and copies[sentence.text] == 1]
-        for rank, sentence in enumerate(prose):
-            lead = 1.3 if rank == 0 else 1.0
-            scores[sentence] = lead * _score(terms_of(sentence.text), num_with)
+def _prose_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, float]:
+    """The best few of each page. A sentence that stands on several pages is a header, and none of them."""
+    num_with: Counter[str] = Counter()
+    copies: Counter[str] = Counter()
+    for page in sources.pages(numbers):
+        num_with.update(key for sentence in page.sentences for key in sentence.keys)
+        copies.update({sentence.text for sentence in page.sentences if _is_prose(sentence)})
+    scores: dict[Extract, float] = {}
+    for page in sources.pages(numbers):
+        prose = [(place, s) for place, s in enumerate(page.sentences) if _is_prose(s) and copies[s.text] == 1]
+        ranked = [
+            (_score(terms_of(sentence.text), num_with) * (1.3 if rank == 0 else 1.0), place, sentence.text)
+            for rank, (place, sentence) in enumerate(prose)
+        ]
+        best = heapq.nlargest(_CANDIDATES_PER_PAGE, ranked)
+        scores.update({Extract(page.number, place, text): score for score, place, text in best})
     return scores
 
 
-def _is_prose(text: str) -> bool:
-    num_words = len(text.split())
-    return _MIN_WORDS <= num_words <= _MAX_WORDS and text[-1] in ".!。" and not text[0].islower()
+def _is_prose(sentence: SourceSentence) -> bool:
+    text = sentence.text
+    return _MIN_WORDS <= len(text.split()) <= _MAX_WORDS and text[-1] in ".!。" and not text[0].islower()
 
 
-def _score(terms: list[Term], num_with: Counter[str]) -> float:
+def _score(terms: Sequence[Term], num_with: Counter[str]) -> float:
     """Words that the document comes back to, and figures and names; long sentences gain little by their length."""
     content = {term.key: term for term in terms if term.kind != "function"}
-    weights = [1.0 + math.log(num_with[key]) for key in content]
-    figures = sum(term.kind == "number" for term in content.values())
-    names = sum(term.is_capital for term in content.values())
-    score = (sum(weights) + 1.5 * min(figures, 4) + 0.5 * min(names, 4)) / math.sqrt(8 + len(terms))
-    return score * (0.4 if terms and terms[0].text.casefold() in _ANAPHORA else 1.0)
+    weight = sum(1.0 + math.log(num_with[key]) for key in content)
+    num_figures = sum(term.kind == "number" for term in content.values())
+    num_names = sum(term.is_capital for term in content.values())
+    score = (weight + 1.5 * min(num_figures, 4) + 0.5 * min(num_names, 4)) / math.sqrt(8 + len(terms))
+    return score * (0.4 if terms[0].text.casefold() in _ANAPHORA else 1.0)
 
 
-def _line_scores(sources: Sources) -> dict[SourceSentence, float]:
-    scores: dict[SourceSentence, float] = {}
-    for page in sources.pages.values():
-        scores.update({line: score for line, score in _page_line_scores(page.sentences) if score > 0})
-    return scores
+def _line_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, float]:
+    scored = (pair for page in sources.pages(numbers) for pair in _scored_lines(page))
+    return {extract: score for extract, score in scored if score > 0}
 
 
-def _page_line_scores(lines: tuple[SourceSentence, ...]) -> Iterator[tuple[SourceSentence, float]]:
-    for rank, line in enumerate(lines):
+def _scored_lines(page: SourcePage) -> Iterable[tuple[Extract, float]]:
+    for place, line in enumerate(page.sentences):
         terms = terms_of(line.text)
         has_words = any(term.kind == "word" and len(term.text) > 2 for term in terms)
         is_key_field = any(term.text.casefold() in _KEY_FIELDS for term in terms)
         has_figure = any(term.kind == "number" for term in terms)
-        yield line, has_words * ((rank == 0) * 3.0 + has_figure * (1.0 + 2.0 * is_key_field))
+        score = (place == 0) * 3.0 + has_figure * (1.0 + 2.0 * is_key_field)
+        yield Extract(page.number, place, line.text), score if has_words else 0.0

@@ -15,6 +15,8 @@ _PAGE_MARK = re.compile(
     r"\s*[\[(]\s*(?:pp?|pages?|seiten?|s)\b\.?\s*\d+(?:\s*(?:[,;&–-]|and|und|to|bis)\s*(?:pp?\.?\s*)?\d+)*\s*[\])]",
     re.IGNORECASE,
 )
+# A line that goes on in lower case was only wrapped.
+_LINE_END = re.compile(r"\n(?=\n|\s*[^\s\W_a-zß-ÿ]|\s*[^\w\s])")
 _EMPHASIS = re.compile(r"\*\*|__|`+|^\s*#{1,6}\s+", re.MULTILINE)
 _WORD_BREAK = re.compile(r"(\w)[-\u00ad\u2010]\n(?=[a-zà-ÿ])")
 
@@ -52,12 +54,12 @@ class StatementStream:
 
     def _next_end(self) -> int | None:
         """Where the first complete sentence or line ends. The end of what there is may still go on."""
-        newline = self._pending.find("\n")
-        line = self._pending if newline < 0 else self._pending[:newline]
+        line_end = _LINE_END.search(self._pending)
+        line = self._pending[: line_end.start()] if line_end else self._pending
         for end in sentence_ends(line):
             if end < len(self._pending):
                 return end
-        return newline + 1 if newline >= 0 else None
+        return line_end.end() if line_end else None
 
     def _take(self, piece: str) -> list[Statement]:
         starts_line, self._at_line_start = self._at_line_start, piece.endswith("\n")

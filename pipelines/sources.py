@@ -1,10 +1,14 @@
-"""The pages that were read, as something in which a statement can be looked up."""
+"""The pages that were read, as something in which a statement can be looked up.
 
-import itertools
+Of a page its text is kept, and an index says on which pages a term stands; the rest is worked out for the few pages that
+a statement may have been read on.
+"""
+
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from mmserve.pipelines.sentences import page_sentences
 from mmserve.pipelines.terms import Term, terms_of
@@ -15,7 +19,7 @@ _NEAR = 6
 
 @dataclass(frozen=True)
 class SourceSentence:
-    """A sentence as it stands on a page."""
+    """A sentence as it stands on a page; `keys` are of its terms that are no function words."""
 
     page: int
     text: str
@@ -23,86 +27,93 @@ class SourceSentence:
     is_negated: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class SourcePage:
-    """A page's terms. `keys` are all in order; `places` says where among them each stands."""
+    """A page's terms: `keys` are all in order, `places` says where among them each stands."""
 
     number: int
     text: str
     sentences: tuple[SourceSentence, ...]
-    keys: list[str]
+    keys: tuple[str, ...]
     places: dict[str, list[int]]
     words: frozenset[str]
     language: str | None
-
-    @classmethod
-    def of(cls, number: int, text: str) -> "SourcePage":
-        terms = terms_of(text)
-        places: dict[str, list[int]] = defaultdict(list)
-        for place, term in enumerate(terms):
-            places[term.key].append(place)
-        words = [term.text.casefold() for term in terms]
-        sentences = tuple(source_sentence(number, sentence) for sentence in page_sentences(text))
-        keys = [term.key for term in terms]
-        return cls(number, text, sentences, keys, dict(places), frozenset(words), guess_language(words))
 
     def holds(self, term: Term) -> bool:
         """Whether the page has the term. A name must stand there as such, whatever its case."""
         return term.key in (self.words if term.kind == "name" else self.places)
 
     def holds_near(self, term: Term, neighbours: Sequence[Term]) -> bool:
-        """Whether one of `neighbours` stands near the term somewhere on the page."""
-        wanted = {key for other in neighbours for key in _keys(other)}
-        if not wanted:
-            return True
-        return any(
-            wanted.intersection(self.keys[max(place - _NEAR, 0) : place + _NEAR + 1])
-            for key in _keys(term)
+        """Whether one of `neighbours`, if there are any, stands near the term somewhere on the page."""
+        wanted = index_keys(neighbours)
+        return not wanted or any(
+            wanted.intersection(self.keys[max(place - _NEAR, 0) : place] + self.keys[place + 1 : place + _NEAR + 1])
+            for key in index_keys([term])
             for place in self.places.get(key, ())
         )
 
 
-def source_sentence(page: int, text: str) -> SourceSentence:
+def index_keys(terms: Iterable[Term]) -> set[str]:
+    """Keys by which pages are indexed: a name goes by its stem there."""
+    keys: set[str] = set()
+    for term in terms:
+        keys.update([part.key for part in terms_of(term.text)] if term.kind == "name" else [term.key])
+    return keys
+
+
+@lru_cache(maxsize=64)
+def _analyse(number: int, text: str) -> SourcePage:
+    terms = terms_of(text)
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, term in enumerate(terms):
+        places[term.key].append(place)
+    words = [term.text.casefold() for term in terms]
+    sentences = tuple(_source_sentence(number, sentence) for sentence in page_sentences(text))
+    keys = tuple(term.key for term in terms)
+    return SourcePage(number, text, sentences, keys, dict(places), frozenset(words), guess_language(words))
+
+
+def _source_sentence(page: int, text: str) -> SourceSentence:
     terms = terms_of(text)
     keys = frozenset(term.key for term in terms if term.kind != "function")
     return SourceSentence(page, text, keys, any(term.text.casefold() in NEGATIONS for term in terms))
 
 
-def _keys(term: Term) -> list[str]:
-    """A name is looked up among words by its stem."""
-    return [key.key for key in terms_of(term.text)] if term.kind == "name" else [term.key]
-
-
-@dataclass
 class Sources:
-    """All pages with text, and how rare a term is among them."""
+    """The text of pages, and the pages on which each term stands."""
 
-    pages: dict[int, SourcePage] = field(default_factory=dict)
-    _num_pages_with: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+        self._pages_with: dict[str, list[int]] = defaultdict(list)
+        self._languages: Counter[str] = Counter()
 
     def add(self, number: int, text: str) -> None:
-        page = SourcePage.of(number, text)
-        self.pages[number] = page
-        self._num_pages_with.update(page.places.keys())
+        page = _analyse(number, text)
+        self._texts[number] = text
+        for key in page.places:
+            self._pages_with[key].append(number)
+        if page.language is not None:
+            self._languages[page.language] += 1
 
-    def subset(self, numbers: Sequence[int]) -> "Sources":
-        """The same rarity, fewer pages."""
-        return Sources({number: self.pages[number] for number in numbers}, self._num_pages_with)
+    @property
+    def page_numbers(self) -> list[int]:
+        return list(self._texts)
+
+    def page(self, number: int) -> SourcePage:
+        return _analyse(number, self._texts[number])
+
+    def pages(self, numbers: Iterable[int] | None = None) -> Iterator[SourcePage]:
+        """One after the other: not all of them are held at once."""
+        return (self.page(number) for number in (self._texts if numbers is None else numbers))
+
+    def pages_with(self, key: str) -> Sequence[int]:
+        return self._pages_with.get(key, ())
 
     def rarity(self, key: str) -> float:
         """Above 0; greatest for what stands on no page."""
-        total = max(self._num_pages_with.total(), 1)
-        return math.log(2.0 + len(self.pages) / (self._num_pages_with[key] or 0.5)) if total else 1.0
-
-    def knows(self, key: str) -> bool:
-        return key in self._num_pages_with
+        return math.log(2.0 + len(self._texts) / (len(self.pages_with(key)) or 0.5))
 
     @property
     def language(self) -> str | None:
         """The language of most pages, None where it is not clear."""
-        counts = Counter(page.language for page in self.pages.values() if page.language is not None)
-        return counts.most_common(1)[0][0] if counts else None
-
-    @property
-    def sentences(self) -> list[SourceSentence]:
-        return list(itertools.chain.from_iterable(page.sentences for page in self.pages.values()))
+        return self._languages.most_common(1)[0][0] if self._languages else None

@@ -73,7 +73,8 @@ class PdfPage:
 
     def __init__(self, page: Any) -> None:
         self.raw = page
-        self.width, self.height = page.get_size()
+        self.width: float = page.get_width()
+        self.height: float = page.get_height()
         self.to_view = _view_transform(page, self.width, self.height)
 
     def __enter__(self) -> "PdfPage":

@@ -38,7 +38,7 @@ def throughput(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on the terminal.")] = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
 ) -> None:
-    """Offer many requests at once and print requests and tokens per second, latencies and memory.
+    """Offer many requests at once; print speed, latencies and memory.
 
     Every prompt has random ids from a fixed seed; answers are greedy and of a fixed length. Latencies are in
     milliseconds: ttft to the first token, tpot between later ones. Memory is the most seen over all processes of

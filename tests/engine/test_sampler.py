@@ -309,6 +309,21 @@ def test_tokens_of_a_request_do_not_depend_on_its_neighbours() -> None:
     assert shuffled == [together[i] for i in order]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [401, 151936])
+def test_a_gpu_gives_the_tokens_of_the_cpu_together_and_alone(vocab_size: int) -> None:
+    kinds: list[dict[str, Any]] = [*FILTERS, *PENALTIES, {"temperature": 0.0, "logprobs": 2}, {"top_p": 0.999}]
+    logits = random_logits(48, vocab_size)
+    logits[::9] = math.nan
+    sequences = [make_sequence(seed=i, output=(5,) * (i % 3), **kinds[i % len(kinds)]) for i in range(48)]
+    healthy = [i for i in range(48) if i % 9]
+    together = sample_ids(logits.cuda(), *sequences)
+    assert all(0 <= token_id < vocab_size for token_id in together)
+    on_cpu = sample_ids(logits, *sequences)
+    assert [together[i] for i in healthy] == [on_cpu[i] for i in healthy]
+    assert [together[i] for i in healthy] == [sample_ids(logits[i : i + 1].cuda(), sequences[i])[0] for i in healthy]
+
+
 def test_the_seed_and_the_step_decide() -> None:
     row = torch.zeros(1, 5000)
     first = [sample_ids(row, make_sequence(seed=9, output=(0,) * step))[0] for step in range(8)]
