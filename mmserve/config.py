@@ -108,7 +108,8 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = parameters.setdefault("rope_type", parameters.get("type", "default"))
-    return RopeConfig(theta=float(theta), scaling=None if kind == "default" else parameters)
+    is_plain = kind == "default" and "mrope_section" not in parameters
+    return RopeConfig(theta=float(theta), scaling=None if is_plain else parameters)
 
 
 def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
@@ -139,16 +140,23 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step, and of the waiting queue."""
+    """Limits of one step and of the waiting queue.
+
+    A step encodes images of up to `max_encoder_tokens` tokens; the encoder cache keeps `encoder_cache_tokens`.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 4096
+    max_encoder_tokens: int = 8192
+    encoder_cache_tokens: int = 32768
 
     def __post_init__(self) -> None:
         _check(self.max_num_seqs >= 1, "max-num-seqs", "must be at least 1")
         _check(self.max_num_batched_tokens >= 1, "max-num-batched-tokens", "must be at least 1")
         _check(self.max_num_waiting >= 1, "max-num-waiting", "must be at least 1")
+        _check(self.max_encoder_tokens >= 1, "max-encoder-tokens", "must be at least 1")
+        _check(self.encoder_cache_tokens >= 1, "encoder-cache-tokens", "must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

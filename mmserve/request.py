@@ -101,12 +101,34 @@ class SampledToken:
 
 
 @dataclass(frozen=True)
+class PatchesRef:
+    """Where an image's preprocessed pixels lie: a shared-memory segment that outlives the request, and their layout.
+
+    `layout` is what the family's encoder needs beside the pixels (grid of patches, tiles, original size).
+    """
+
+    segment: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ImageSpan:
-    """Where an image's tokens sit in the prompt, and the digest that is the image's identity."""
+    """Where an image's tokens sit in the prompt, and the digest that is the image's identity.
+
+    `grid` is (rows, columns) of its tokens, for models whose positions have three axes.
+    """
 
     offset: int
     length: int
     content_hash: bytes
+    grid: tuple[int, int] | None = None
+    patches: PatchesRef | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 class SequenceStatus(Enum):

@@ -1,5 +1,6 @@
 """The loop's one step: schedule, run, update."""
 
+from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineReady, EngineRequest, RequestFailure, StepOutput, TokenOutput
 from mmserve.engine.model_runner import ModelRunner
@@ -16,7 +17,8 @@ class Engine:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
         """Load and warm up. Raises `SetupError`."""
         checkpoint = checkpoint or open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
-        self._runner = ModelRunner(config, checkpoint)
+        encoder_cache = EncoderCache(config.scheduler.encoder_cache_tokens)
+        self._runner = ModelRunner(config, checkpoint, encoder_cache)
         self._runner.warm_up(config.scheduler.max_num_batched_tokens)
         self._vocab_size = self._runner.model_config.vocab_size
         self.scheduler = Scheduler(
@@ -25,6 +27,7 @@ class Engine:
             num_blocks=self._runner.kv_cache.num_blocks,
             max_model_len=self._runner.max_model_len,
             eos_token_ids=self._runner.model_config.eos_token_ids,
+            encoder_cache=encoder_cache,
         )
 
     @property

@@ -1,22 +1,27 @@
 """From a scheduled batch to tensors, logits and token ids. Owns the device, the weights and the paged tensors."""
 
 from collections.abc import Sequence as Rows
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import psutil
 import torch
 
 from mmserve.attention.base import AttentionBatch
 from mmserve.attention.context import ForwardContext
 from mmserve.attention.torch_backend import TorchAttention
+from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import GIB, CacheConfig, DTypeName, EngineConfig, ModelConfig
 from mmserve.engine.sampler import Sampler
 from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mmserve.errors import SetupError
+from mmserve.layers.mrope import MultiAxisRotaryTable, PromptPositions, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
 from mmserve.models.loading import LayerLoader
-from mmserve.models.registry import model_class
-from mmserve.request import SampledToken, SamplingParams, Sequence
+from mmserve.models.registry import VisionLanguageModel, model_class
+from mmserve.request import ImageSpan, SampledToken, SamplingParams, Sequence
+from mmserve.vision.patches import load as load_patches
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.loader import WeightReader
 
@@ -24,7 +29,7 @@ _CPU_DEFAULT_BYTES = 2 * GIB
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, encoder_cache: EncoderCache) -> None:
         """Load the model, size and allocate the KV cache. Raises `SetupError` if a weight or memory is missing."""
         self.device = _device(config.device)
         if self.device.type == "cpu" and config.num_threads:
@@ -32,6 +37,7 @@ class ModelRunner:
         self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
         self.block_size = config.cache.block_size
+        self.encoder_cache = encoder_cache
         backend = TorchAttention(
             head_dim=self.model_config.head_dim, block_size=self.block_size, dtype=self.dtype, device=self.device
         )
@@ -41,13 +47,9 @@ class ModelRunner:
         self._model = model_class(self.model_config.architecture)(loader, self.model_config, backend)
         reader.finish()
         self.max_model_len, num_blocks = self._size_cache(config)
-        self._rotary = RotaryTable(
-            self.model_config.rope,
-            head_dim=self.model_config.head_dim,
-            max_positions=self.max_model_len,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        self._has_multiple_axes = has_multiple_axes(self.model_config.rope)
+        self._prompt_positions: WeakKeyDictionary[Sequence, PromptPositions] = WeakKeyDictionary()
+        self._rotary = self._rotary_table()
         self.kv_cache = KVCache(
             self.model_config, num_blocks=num_blocks, block_size=self.block_size, dtype=self.dtype, device=self.device
         )
@@ -58,13 +60,25 @@ class ModelRunner:
         """One step: write K and V of every scheduled token, and sample where a sequence's last token was reached."""
         rows = sorted(batch.sequences, key=_row_order)
         token_ids = [token for scheduled in rows for token in _scheduled_tokens(scheduled)]
-        hidden = self._model.forward(self._model.embed(self._tensor(token_ids)), self._context(rows))
+        self._encode(batch.images)
+        embedded, deepstack = self._embed(token_ids, rows)
+        hidden = self._model.forward(embedded, self._context(rows), deepstack)
         sampling = [scheduled.sequence for scheduled in rows if scheduled.samples]
         if not sampling:
             return {}
         logits = self._model.logits(hidden.index_select(0, self._tensor(_last_rows(rows))))
         sampled = self._sampler.sample(logits, sampling)
         return {sequence.request_id: token for sequence, token in zip(sampling, sampled, strict=True)}
+
+    def _rotary_table(self) -> RotaryTable | MultiAxisRotaryTable:
+        config, head_dim = self.model_config.rope, self.model_config.head_dim
+        table = RotaryTable(
+            config, head_dim=head_dim, max_positions=self.max_model_len, dtype=self.dtype, device=self.device
+        )
+        if not self._has_multiple_axes:
+            return table
+        assert config.scaling is not None
+        return MultiAxisRotaryTable(table, config.scaling, head_dim, self.device)
 
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """Run a prompt and a decoding step in block 0, so that the first request does not pay for what is lazy."""
@@ -75,15 +89,55 @@ class ModelRunner:
             self.run(ScheduledBatch((ScheduledSequence(sequence, num_tokens),)))
 
     def _context(self, rows: Rows[ScheduledSequence]) -> ForwardContext:
-        positions = [position for scheduled in rows for position in _scheduled_positions(scheduled)]
         slots = [slot for scheduled in rows for slot in self._slots(scheduled)]
-        cos, sin = self._rotary.at(self._tensor(positions))
+        cos, sin = self._rotary.at(self._positions(rows))
         attention = AttentionBatch(
             query_lens=[scheduled.num_scheduled_tokens for scheduled in rows],
             context_lens=[_context_len(scheduled) for scheduled in rows],
             block_tables=[scheduled.sequence.block_ids for scheduled in rows],
         )
         return ForwardContext(self._tensor(slots), cos, sin, self.kv_cache.layers, self._attention.prepare(attention))
+
+    def _positions(self, rows: Rows[ScheduledSequence]) -> torch.Tensor:
+        """`[T]`, or `[3, T]` for a model whose positions have three axes."""
+        if not self._has_multiple_axes:
+            return self._tensor([position for scheduled in rows for position in _scheduled_positions(scheduled)])
+        pieces = []
+        for scheduled in rows:
+            sequence = scheduled.sequence
+            if sequence not in self._prompt_positions:
+                positions = PromptPositions(len(sequence.prompt_token_ids), sequence.images)
+                self._prompt_positions[sequence] = positions
+            pieces.append(self._prompt_positions[sequence].slice(sequence.num_computed_tokens, _context_len(scheduled)))
+        return torch.from_numpy(np.concatenate(pieces, axis=1)).to(self.device)
+
+    def _encode(self, images: Rows[ImageSpan]) -> None:
+        """All images of a step in one packed batch, into the encoder cache."""
+        if not images:
+            return
+        assert isinstance(self._model, VisionLanguageModel)
+        patches = [load_patches(image.patches, self.device) for image in images if image.patches is not None]
+        for image, embeddings in zip(images, self._model.encode_images(patches), strict=True):
+            self.encoder_cache.put(image.content_hash, embeddings)
+
+    def _embed(self, token_ids: list[int], rows: Rows[ScheduledSequence]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Embeddings `[T, hidden]`, those of images in the placeholders' rows; and the deepstack features if any."""
+        embedded = self._model.embed(self._tensor(token_ids))
+        hidden, features, first_row = embedded.shape[1], None, 0
+        for scheduled in rows:
+            start, stop = scheduled.sequence.num_computed_tokens, _context_len(scheduled)
+            for image in scheduled.sequence.images:
+                a, b = max(image.offset, start), min(image.end, stop)
+                if a < b:
+                    values = self.encoder_cache.get(image.content_hash)[a - image.offset : b - image.offset]
+                    if features is None:
+                        features = embedded.new_zeros(len(token_ids), values.shape[1] - hidden)
+                    target = slice(first_row + a - start, first_row + b - start)
+                    embedded[target], features[target] = values[:, :hidden], values[:, hidden:]
+            first_row += stop - start
+        if features is None or features.shape[1] == 0:
+            return embedded, []
+        return embedded, list(torch.split(features, hidden, dim=1))
 
     def _slots(self, scheduled: ScheduledSequence) -> list[int]:
         size, block_ids = self.block_size, scheduled.sequence.block_ids

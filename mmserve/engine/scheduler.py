@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmserve.cache.block_pool import BlockPool
+from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.prefix_cache import PrefixCache, block_hash
 from mmserve.config import CacheConfig, SchedulerConfig
+from mmserve.engine.image_planner import ImagePlanner
 from mmserve.engine.messages import EngineStats, TokenOutput
 from mmserve.errors import EngineError, RequestError
-from mmserve.request import FinishReason, SampledToken, Sequence, SequenceStatus
+from mmserve.request import FinishReason, ImageSpan, SampledToken, Sequence, SequenceStatus
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class ScheduledSequence:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
+    """`images` are to be encoded before the sequences run."""
+
     sequences: tuple[ScheduledSequence, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -45,6 +50,7 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...] = (),
+        encoder_cache: EncoderCache | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -55,6 +61,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.images = ImagePlanner(
+            encoder_cache or EncoderCache(config.encoder_cache_tokens), config.max_encoder_tokens
+        )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._by_id: dict[str, Sequence] = {}
         self._queue_seconds: dict[str, float] = {}
@@ -93,18 +102,20 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         budget = self.config.max_num_batched_tokens
         num_preemptions_before = self.num_preemptions
+        self.images.start_step()
         for sequence in tuple(self.running):
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            if num_tokens and sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, num_tokens):
+            num_tokens = self._num_schedulable(sequence, budget)
+            if num_tokens and self._make_room(sequence, num_tokens):
                 scheduled.append(ScheduledSequence(sequence, num_tokens))
                 budget -= num_tokens
         while budget and self.num_preemptions == num_preemptions_before and self._admit_next():
             sequence = self.running[-1]
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            self._allocate(sequence, num_tokens)
-            scheduled.append(ScheduledSequence(sequence, num_tokens))
-            budget -= num_tokens
-        return ScheduledBatch(tuple(scheduled))
+            num_tokens = self._num_schedulable(sequence, budget)
+            if num_tokens:
+                self._allocate(sequence, num_tokens)
+                scheduled.append(ScheduledSequence(sequence, num_tokens))
+                budget -= num_tokens
+        return ScheduledBatch(tuple(scheduled), self.images.planned())
 
     def update(self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
         """Advance what the batch computed, append what it sampled, and finish what is done."""
@@ -116,6 +127,7 @@ class Scheduler:
             samples = scheduled.samples
             sequence.num_computed_tokens += scheduled.num_scheduled_tokens
             self._publish_full_blocks(sequence)
+            self.images.release_computed(sequence)
             if samples:
                 outputs.append(self._append(sequence, sampled[sequence.request_id]))
         return outputs
@@ -131,6 +143,7 @@ class Scheduler:
                 " larger --max-model-len",
                 param="max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
             )
+        self.images.check_admission(sequence)
         if len(self.waiting) >= self.config.max_num_waiting:
             raise EngineError("queue_full", f"{len(self.waiting)} requests are waiting already: try again later")
         if sequence.request_id in self._by_id:
@@ -138,6 +151,13 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _num_schedulable(self, sequence: Sequence, budget: int) -> int:
+        """Tokens that may run now: within the budget, and up to an image that has to wait for its encoding."""
+        if sequence.status is not SequenceStatus.RUNNING:
+            return 0
+        num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        return self.images.cut(sequence, num_tokens) if sequence.images else num_tokens
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for the next `num_tokens` of a running sequence, preempting the newest ones as needed."""
@@ -257,6 +277,7 @@ class Scheduler:
         self._queue_seconds.pop(sequence.request_id, None)
 
     def _release_blocks(self, sequence: Sequence) -> None:
+        self.images.release_all(sequence)
         self.pool.free(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = 0

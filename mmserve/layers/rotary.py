@@ -38,6 +38,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor
     if scaling is None:
         return frequencies, 1.0
     kind = scaling["rope_type"]
+    if kind in ("default", "mrope"):
+        return frequencies, 1.0
     if kind == "linear":
         return frequencies / float(scaling["factor"]), 1.0
     if kind == "llama3":

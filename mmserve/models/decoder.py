@@ -4,6 +4,8 @@ Llama: Touvron et al. 2023; grouped queries: Ainslie et al. 2023; Qwen2's biases
 Qwen3's norms on the heads of q and k: Yang et al. 2025.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from mmserve.attention.base import AttentionBackend
@@ -78,10 +80,15 @@ class Decoder:
         """token_ids `[T]` -> `[T, hidden]`."""
         return self._embedding.index_select(0, token_ids)
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Embeddings `[T, hidden]` -> hidden states `[T, hidden]`, before the last norm."""
-        for layer in self._layers:
+    def forward(self, x: torch.Tensor, context: ForwardContext, deepstack: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Embeddings `[T, hidden]` -> hidden states `[T, hidden]`, before the last norm.
+
+        The i-th of `deepstack`, `[T, hidden]`, is added after layer i (Meng et al. 2024).
+        """
+        for i, layer in enumerate(self._layers):
             x = layer(x, self._backend, context)
+            if i < len(deepstack):
+                x = x + deepstack[i]
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
