@@ -18,7 +18,7 @@ from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mmserve.errors import SetupError
 from mmserve.layers.mrope import MultiAxisRotaryTable, PromptPositions, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
-from mmserve.models.loading import LayerLoader
+from mmserve.weights.layer_loader import LayerLoader
 from mmserve.models.registry import VisionLanguageModel, model_class
 from mmserve.request import ImageSpan, SampledToken, SamplingParams, Sequence
 from mmserve.vision.patches import load as load_patches
