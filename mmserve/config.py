@@ -35,7 +35,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only model, whatever file it came from."""
+    """Shape of a decoder-only model, whatever file it came from.
+
+    With a vision tower: `vision` is the checkpoint's `vision_config`, `multimodal` its whole `config.json`.
+    """
 
     architecture: str
     vocab_size: int
@@ -56,6 +59,8 @@ class ModelConfig:
     sliding_window: int | None = None
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
+    vision: Mapping[str, Any] | None = None
+    multimodal: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelConfig":
@@ -76,8 +81,31 @@ class ModelConfig:
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
 
-def _from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
-    architecture = (config.get("architectures") or ["?"])[0]
+# What sparse text configurations inside vision-language checkpoints leave to their family's defaults.
+_FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+def _from_hf(outer: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
+    architecture = (outer.get("architectures") or ["?"])[0]
+    vision = outer.get("vision_config")
+    config = _text_config(outer) if vision else outer
     num_heads = config["num_attention_heads"]
     uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
     qkv_bias = config.get("attention_bias", False) or config.get("model_type") == "qwen2"
@@ -101,7 +129,17 @@ def _from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]) ->
         sliding_window=config.get("sliding_window") if uses_window else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_token_ids(config.get("eos_token_id"), generation_config.get("eos_token_id")),
+        vision=vision,
+        multimodal=outer if vision else {},
     )
+
+
+def _text_config(outer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's part of a vision-language configuration: nested (`text_config`), or flat as Qwen2-VL's was."""
+    text = {key: value for key, value in (outer.get("text_config") or outer).items() if value is not None}
+    kind = str(text.get("model_type", "llama")).removesuffix("_text").replace("_vl", "").replace("2_5", "2")
+    shared = {key: outer[key] for key in ("tie_word_embeddings", "eos_token_id") if outer.get(key) is not None}
+    return {**_FAMILY_DEFAULTS.get(kind, {}), **shared, **text, "model_type": kind}
 
 
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
