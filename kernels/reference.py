@@ -4,6 +4,9 @@ Shapes: T tokens of a step, H query heads, KV key/value heads, D head size, L co
 `[num_blocks, block_size, 2, KV, D]`; a slot is `block_id * block_size + offset`.
 """
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 import torch.nn.functional as F
 
@@ -62,3 +65,22 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def varlen_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float
+) -> torch.Tensor:
+    """Each sequence of a packed batch attends to the whole of itself: q, k, v `[T, H, D]`; `lengths` add up to T.
+
+    Neighbours of equal length run as one batch, so order by length what may be ordered.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    start = 0
+    for length, run in groupby(lengths):
+        count = sum(1 for _ in run)
+        rows = slice(start, start + count * length)
+        batch_q, batch_k, batch_v = (x[rows].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(batch_q, batch_k, batch_v, scale=scale)
+        out[rows] = attended.transpose(1, 2).flatten(0, 1)
+        start = rows.stop
+    return out

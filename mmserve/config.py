@@ -81,6 +81,13 @@ class ModelConfig:
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
 
+# Decoders whose positions have three axes: what a configuration leaves out. Qwen3-VL interleaves whatever it says.
+_MULTI_AXIS_ROPE: Mapping[str, RopeConfig] = {
+    "qwen2_vl": RopeConfig(theta=1e6, scaling={"mrope_section": (16, 24, 24), "mrope_interleaved": False}),
+    "qwen2_5_vl": RopeConfig(theta=1e6, scaling={"mrope_section": (16, 24, 24), "mrope_interleaved": False}),
+    "qwen3_vl": RopeConfig(theta=5e5, scaling={"mrope_section": (24, 20, 20), "mrope_interleaved": True}),
+}
+
 # What sparse text configurations inside vision-language checkpoints leave to their family's defaults.
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {
@@ -119,9 +126,9 @@ def _from_hf(outer: Mapping[str, Any], generation_config: Mapping[str, Any]) -> 
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=_rope(config),
+        rope=_rope(config, _MULTI_AXIS_ROPE.get(outer.get("model_type", ""))),
         max_position_embeddings=config.get("max_position_embeddings", 2048),
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        tie_word_embeddings=has_tied_embeddings(outer),
         qkv_bias=qkv_bias,
         o_bias=config.get("attention_bias", False),
         mlp_bias=config.get("mlp_bias", False),
@@ -138,15 +145,23 @@ def _text_config(outer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The decoder's part of a vision-language configuration: nested (`text_config`), or flat as Qwen2-VL's was."""
     text = {key: value for key, value in (outer.get("text_config") or outer).items() if value is not None}
     kind = str(text.get("model_type", "llama")).removesuffix("_text").replace("_vl", "").replace("2_5", "2")
-    shared = {key: outer[key] for key in ("tie_word_embeddings", "eos_token_id") if outer.get(key) is not None}
+    shared = {"eos_token_id": outer.get("eos_token_id")}
     return {**_FAMILY_DEFAULTS.get(kind, {}), **shared, **text, "model_type": kind}
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
+def has_tied_embeddings(config: Mapping[str, Any]) -> bool:
+    """Whether `config.json` says, at its top or of its text part, that the head is the embedding."""
+    return any(part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
+
+
+def _rope(config: Mapping[str, Any], multi_axis: RopeConfig | None) -> RopeConfig:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    default_theta = multi_axis.theta if multi_axis else 10000.0
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or default_theta
     kind = parameters.setdefault("rope_type", parameters.get("type", "default"))
-    is_plain = kind == "default" and "mrope_section" not in parameters
+    if multi_axis and multi_axis.scaling:
+        parameters = {**multi_axis.scaling, **parameters, "mrope_interleaved": multi_axis.scaling["mrope_interleaved"]}
+    is_plain = kind == "default" and multi_axis is None
     return RopeConfig(theta=float(theta), scaling=None if is_plain else parameters)
 
 

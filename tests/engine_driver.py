@@ -14,6 +14,8 @@ from mmserve.engine.scheduler import Scheduler
 from mmserve.request import SamplingParams, SequenceStatus
 from mmserve.weights.checkpoint import open_checkpoint
 
+MAX_STEPS = 20_000
+
 
 def engine_config(
     folder: Path, *, num_blocks: int = 256, block_size: int = 16, prefix_caching: bool = True, **scheduler: Any
@@ -44,11 +46,22 @@ def run_to_end(
     after_step: Callable[[Engine], None] | None = None,
 ) -> list[list[int]]:
     """The tokens of every prompt; all are offered at once."""
-    answers: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    for i, prompt in enumerate(prompts):
-        refusal = engine.add_request(EngineRequest(str(i), list(prompt), params))
+    requests = [EngineRequest(str(i), list(prompt), params) for i, prompt in enumerate(prompts)]
+    return run_requests(engine, requests, after_step=after_step)
+
+
+def run_requests(
+    engine: Engine, requests: Sequence[EngineRequest], *, after_step: Callable[[Engine], None] | None = None
+) -> list[list[int]]:
+    """The tokens of every request, in order; all are offered at once."""
+    answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        refusal = engine.add_request(request)
         assert refusal is None, refusal
+    num_steps = 0
     while engine.has_work:
+        num_steps += 1
+        assert num_steps <= MAX_STEPS, "the engine has work and gets nowhere"
         for output in engine.step().outputs:
             answers[output.request_id] += output.token_ids
         check_invariants(engine.scheduler)
@@ -73,3 +86,4 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert all(pool.num_references(block_id) == count for block_id, count in owners.items())
     assert pool.num_referenced == len(owners)
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
+    scheduler.images.check_invariants(scheduler.running)

@@ -69,6 +69,12 @@ class Engine:
         if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= self._vocab_size:
             last = self._vocab_size - 1
             raise RequestError("invalid_request", f"prompt token ids must be between 0 and {last}", param="prompt")
+        if request.images and not self._runner.reads_images:
+            raise RequestError(
+                "invalid_request",
+                "this model reads text only: leave the images out, or serve a vision-language model",
+                param="messages",
+            )
         check_token_ids(request.params, self._vocab_size)
 
 

@@ -12,12 +12,20 @@ class ImagePlanner:
         self.cache = cache
         self._budget_tokens = budget_tokens
         self._num_planned_tokens = 0
+        self._is_full = False
         self._to_encode: list[ImageSpan] = []
         self._pinned: dict[str, set[bytes]] = {}
 
-    def check_admission(self, sequence: Sequence) -> None:
+    def check_admission(self, sequence: Sequence, max_model_len: int) -> None:
         """Raises `RequestError` for an image that no step could ever hold."""
         largest = max((image.length for image in sequence.images), default=0)
+        if largest >= max_model_len:
+            raise RequestError(
+                "context_length_exceeded",
+                f"an image takes {largest} tokens, but the context holds {max_model_len}:"
+                " lower max_pixels, or start with a larger --max-model-len",
+                param="max_pixels",
+            )
         if largest > self.cache.capacity_tokens:
             raise RequestError(
                 "context_length_exceeded",
@@ -28,6 +36,7 @@ class ImagePlanner:
 
     def start_step(self) -> None:
         self._num_planned_tokens = 0
+        self._is_full = False
         self._to_encode = []
 
     def planned(self) -> tuple[ImageSpan, ...]:
@@ -37,7 +46,7 @@ class ImagePlanner:
     def cut(self, sequence: Sequence, num_tokens: int) -> int:
         """How many of the next `num_tokens` can run: all up to the first image that is neither cached nor plannable."""
         start = sequence.num_computed_tokens
-        for image in sequence.images:
+        for image in sequence.images if num_tokens else ():
             if image.offset >= start + num_tokens:
                 break
             if image.end > start and not self._obtain(sequence, image):
@@ -45,11 +54,15 @@ class ImagePlanner:
         return num_tokens
 
     def release_computed(self, sequence: Sequence) -> None:
-        """Unpin the images whose last token is computed."""
+        """Unpin all but an image that the computed tokens end inside.
+
+        One that stands in the prompt again further on goes too: kept, it could bar the way to what stands between.
+        """
         pinned = self._pinned.get(sequence.request_id)
         if not pinned:
             return
-        needed = {i.content_hash for i in sequence.images if i.end > sequence.num_computed_tokens}
+        num_computed = sequence.num_computed_tokens
+        needed = {image.content_hash for image in sequence.images if image.offset < num_computed < image.end}
         self._release(sequence.request_id, pinned - needed)
 
     def release_all(self, sequence: Sequence) -> None:
@@ -72,7 +85,7 @@ class ImagePlanner:
         if image.content_hash in self.cache:
             self.cache.num_hits += 1
             self.cache.pin(image.content_hash)
-        elif self._within_budget(image) and self.cache.can_reserve(image.length):
+        elif self._has_room(image):
             self.cache.reserve(image.content_hash, image.length)
             self._num_planned_tokens += image.length
             self._to_encode.append(image)
@@ -84,9 +97,15 @@ class ImagePlanner:
         pinned.add(image.content_hash)
         return True
 
-    def _within_budget(self, image: ImageSpan) -> bool:
-        """One image larger than the whole budget goes alone."""
-        return not self._to_encode or self._num_planned_tokens + image.length <= self._budget_tokens
+    def _has_room(self, image: ImageSpan) -> bool:
+        """Within the step's budget, which one image may exceed alone, and the cache's capacity.
+
+        After one image found no room, none has: later sequences' small ones must not starve an earlier, larger one.
+        """
+        is_alone = not self._to_encode
+        within_budget = is_alone or self._num_planned_tokens + image.length <= self._budget_tokens
+        self._is_full = self._is_full or not within_budget or not self.cache.can_reserve(image.length)
+        return not self._is_full
 
     def _release(self, request_id: str, content_hashes: set[bytes]) -> None:
         pinned = self._pinned.get(request_id, set())

@@ -18,11 +18,11 @@ from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mmserve.errors import SetupError
 from mmserve.layers.mrope import MultiAxisRotaryTable, PromptPositions, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
-from mmserve.weights.layer_loader import LayerLoader
 from mmserve.models.registry import VisionLanguageModel, model_class
 from mmserve.request import ImageSpan, SampledToken, SamplingParams, Sequence
 from mmserve.vision.patches import load as load_patches
 from mmserve.weights.checkpoint import Checkpoint
+from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
 
 _CPU_DEFAULT_BYTES = 2 * GIB
@@ -59,6 +59,8 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch) -> dict[str, SampledToken]:
         """One step: write K and V of every scheduled token, and sample where a sequence's last token was reached."""
         rows = sorted(batch.sequences, key=_row_order)
+        if not rows:
+            return {}
         token_ids = [token for scheduled in rows for token in _scheduled_tokens(scheduled)]
         self._encode(batch.images)
         embedded, deepstack = self._embed(token_ids, rows)
@@ -79,6 +81,10 @@ class ModelRunner:
             return table
         assert config.scaling is not None
         return MultiAxisRotaryTable(table, config.scaling, head_dim, self.device)
+
+    @property
+    def reads_images(self) -> bool:
+        return isinstance(self._model, VisionLanguageModel)
 
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """Run a prompt and a decoding step in block 0, so that the first request does not pay for what is lazy."""
@@ -118,7 +124,8 @@ class ModelRunner:
         assert isinstance(self._model, VisionLanguageModel)
         patches = [load_patches(image.patches, self.device) for image in images if image.patches is not None]
         for image, embeddings in zip(images, self._model.encode_images(patches), strict=True):
-            self.encoder_cache.put(image.content_hash, embeddings)
+            # A copy: slices of one batch would keep the whole of it alive as long as the last of them.
+            self.encoder_cache.put(image.content_hash, embeddings.clone() if len(images) > 1 else embeddings)
 
     def _embed(self, token_ids: list[int], rows: Rows[ScheduledSequence]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Embeddings `[T, hidden]`, those of images in the placeholders' rows; and the deepstack features if any."""

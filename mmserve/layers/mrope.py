@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from mmserve.config import RopeConfig
+from mmserve.errors import SetupError
 from mmserve.layers.rotary import RotaryTable
 from mmserve.request import ImageSpan
 
@@ -28,7 +29,7 @@ class PromptPositions:
             token = image.end
         pieces.append(_text(position, num_prompt_tokens - token))
         self._prompt = np.concatenate(pieces, axis=1)
-        self._delta = position + num_prompt_tokens - token - num_prompt_tokens
+        self._delta = position - token
 
     def slice(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """`[3, stop - start]`, of prompt and answer alike."""
@@ -44,8 +45,7 @@ class MultiAxisRotaryTable:
     """cos and sin where each frequency follows one of the three axes."""
 
     def __init__(self, table: RotaryTable, scaling: Mapping[str, Any], head_dim: int, device: torch.device) -> None:
-        axes = frequency_axes(scaling["mrope_section"], interleaved=scaling.get("mrope_interleaved", False))
-        assert len(axes) == head_dim // 2
+        axes = frequency_axes(head_dim // 2, scaling["mrope_section"], interleaved=scaling["mrope_interleaved"])
         self._table = table
         self._axes = torch.tensor(axes * 2, dtype=torch.int64, device=device).view(1, 1, 1, head_dim)
 
@@ -57,15 +57,20 @@ class MultiAxisRotaryTable:
         return tuple(x.view(3, num_tokens, 1, -1).gather(0, index)[0] for x in (cos, sin))  # type: ignore[return-value]
 
 
-def frequency_axes(sections: Sequence[int], *, interleaved: bool) -> list[int]:
-    """The axis of each frequency: in three runs (Qwen2-VL), or alternating while a section lasts (Qwen3-VL)."""
-    if not interleaved:
-        return [axis for axis, length in enumerate(sections) for _ in range(length)]
-    axes = [0] * sum(sections)
-    for axis in (1, 2):
-        for i in range(axis, sections[axis] * 3, 3):
-            axes[i] = axis
-    return axes
+def frequency_axes(num_frequencies: int, sections: Sequence[int], *, interleaved: bool) -> list[int]:
+    """The axis of each frequency: in three runs (Qwen2-VL), or alternating while a section lasts (Qwen3-VL).
+
+    Raises `SetupError` where three runs do not make up the frequencies.
+    """
+    if interleaved:
+        return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(num_frequencies)]
+    if sum(sections) != num_frequencies:
+        raise SetupError(
+            "model_unavailable",
+            f"mrope_section {list(sections)} of config.json does not add up to half of the head's size,"
+            f" {num_frequencies}",
+        )
+    return [axis for axis, length in enumerate(sections) for _ in range(length)]
 
 
 def has_multiple_axes(config: RopeConfig) -> bool:

@@ -12,8 +12,8 @@ from mmserve.attention.base import AttentionBackend
 from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
 from mmserve.kernels.reference import apply_rotary, silu_and_mul
-from mmserve.weights.layer_loader import LayerLoader
 from mmserve.quantization.dense import dense_weight
+from mmserve.weights.layer_loader import LayerLoader
 
 
 class Attention:

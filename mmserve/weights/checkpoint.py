@@ -31,6 +31,10 @@ class Checkpoint(Protocol):
     @property
     def generation_config(self) -> dict[str, Any]: ...
 
+    @property
+    def processor_config(self) -> dict[str, Any]:
+        """The shape of Hugging Face's `preprocessor_config.json`; empty where there is none."""
+
     def tokenizer(self) -> Tokenizer: ...
 
     def names(self) -> frozenset[str]:
@@ -72,7 +76,13 @@ def _open_files(path: Path) -> Checkpoint:
 
 def _open_dummy(path: Path, seed: int, device: torch.device | str) -> Checkpoint:
     from mmserve.weights.dummy import DummyCheckpoint, byte_level_tokenizer
-    from mmserve.weights.model_files import has_tokenizer, read_config, read_generation_config, read_tokenizer
+    from mmserve.weights.model_files import (
+        has_tokenizer,
+        read_config,
+        read_generation_config,
+        read_processor_config,
+        read_tokenizer,
+    )
 
     if path.is_file():
         source = _open_files(path)
@@ -81,6 +91,7 @@ def _open_dummy(path: Path, seed: int, device: torch.device | str) -> Checkpoint
         read_config(path),
         read_generation_config(path),
         (lambda: read_tokenizer(path)) if has_tokenizer(path) else byte_level_tokenizer,
+        read_processor_config(path),
         seed=seed,
         device=device,
     )

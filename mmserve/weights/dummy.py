@@ -30,12 +30,14 @@ class DummyCheckpoint:
         config: dict[str, Any],
         generation_config: dict[str, Any],
         tokenizer: Callable[[], Tokenizer],
+        processor_config: dict[str, Any] | None = None,
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         self.config = config
         self.generation_config = generation_config
+        self.processor_config = processor_config or {}
         self._make_tokenizer = tokenizer
         self._seed = seed
         self._device = torch.device(device)

@@ -37,6 +37,7 @@ class GGUFCheckpoint:
         self.config: dict[str, Any] = to_hf_config(header.metadata, shapes, derived.get("rope_freqs.weight"))
         self.config["dtype"] = _dtype_name(header.tensors)
         self.generation_config: dict[str, Any] = {}
+        self.processor_config: dict[str, Any] = {}
         self._tensors = {from_gguf(name): info for name, info in by_gguf_name.items() if name not in _DERIVED_TENSORS}
 
     @staticmethod

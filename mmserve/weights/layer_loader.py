@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mmserve.layers.linear import Linear, LinearWeight
-from mmserve.layers.norm import RMSNorm
+from mmserve.layers.norm import LayerNorm, RMSNorm
 from mmserve.quantization.dense import dense_weight
 from mmserve.quantization.gguf import PackedInt4Weight, can_pack_int4
 from mmserve.weights.loader import WeightReader
@@ -25,6 +25,9 @@ class LayerLoader:
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight", (size,)), eps)
+
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        return LayerNorm(self.tensor(f"{name}.weight", (size,)), self.tensor(f"{name}.bias", (size,)), eps)
 
     def linear(self, names: Sequence[str], in_features: int, out_features: Sequence[int], *, bias: bool) -> Linear:
         """One layer out of several matrices with the same input, stacked by rows."""

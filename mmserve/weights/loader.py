@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from mmserve.config import has_tied_embeddings
 from mmserve.errors import SetupError
 from mmserve.weights.checkpoint import Checkpoint, QuantizedTensor
 
@@ -57,7 +58,7 @@ class WeightReader:
             )
 
     def _is_ignorable(self, name: str) -> bool:
-        is_tied_head = name == "lm_head.weight" and bool(self._checkpoint.config.get("tie_word_embeddings"))
+        is_tied_head = name == "lm_head.weight" and has_tied_embeddings(self._checkpoint.config)
         return is_tied_head or _IGNORABLE.search(name) is not None
 
 

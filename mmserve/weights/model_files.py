@@ -31,6 +31,12 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "generation_config.json")
 
 
+def read_processor_config(folder: Path) -> dict[str, Any]:
+    """Settings of the image processor: part of `processor_config.json` since transformers 5, or their own file."""
+    nested = read_json(folder / "processor_config.json").get("image_processor")
+    return nested if isinstance(nested, dict) else read_json(folder / "preprocessor_config.json")
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds a tokenizer in any form that `read_tokenizer` takes."""
     single = any((folder / name).is_file() for name in ("tokenizer.json", *_SENTENCEPIECE_FILES))

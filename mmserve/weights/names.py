@@ -1,7 +1,11 @@
-"""Names of weights: GGUF's and headless checkpoints' brought to those of Hugging Face causal language models."""
+"""Names of weights, brought to one form whatever the file calls them.
+
+Decoders have the names of Hugging Face's causal language models; in vision-language checkpoints the vision tower stands
+under `vision.`, and what lies between it and the decoder under `projector.`.
+"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 _GGUF_TOP = {
     "token_embd": "model.embed_tokens",
@@ -31,6 +35,29 @@ def from_gguf(name: str) -> str:
         return f"model.layers.{layer}.{_GGUF_BLOCK[part]}.{kind}" if part in _GGUF_BLOCK else name
     stem, _, kind = name.rpartition(".")
     return f"{_GGUF_TOP[stem]}.{kind}" if stem in _GGUF_TOP else name
+
+
+# By `model_type`: pattern at the start of a name, and what stands there instead. The first that matches counts.
+_VISION_LANGUAGE: Mapping[str, Sequence[tuple[str, str]]] = {
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        ((r"(model\.)?visual\.", "vision."), (r"model\.language_model\.", "model.")),
+    ),
+}
+
+
+def to_canonical(names: Iterable[str], model_type: str = "") -> dict[str, str]:
+    """Canonical name -> name in the file, by the rules of `config.json`'s `model_type`."""
+    if rules := _VISION_LANGUAGE.get(model_type):
+        return {_renamed(name, rules): name for name in names}
+    return to_causal_lm(names)
+
+
+def _renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in rules:
+        if match := re.match(pattern, name):
+            return match.expand(replacement) + name[match.end() :]
+    return name
 
 
 def to_causal_lm(names: Iterable[str]) -> dict[str, str]:

@@ -9,8 +9,14 @@ import torch
 from mmserve.errors import SetupError
 from mmserve.weights.checkpoint import QuantizedTensor
 from mmserve.weights.loader import check_shape, missing_weight
-from mmserve.weights.model_files import read_config, read_generation_config, read_json, read_tokenizer
-from mmserve.weights.names import to_causal_lm
+from mmserve.weights.model_files import (
+    read_config,
+    read_generation_config,
+    read_json,
+    read_processor_config,
+    read_tokenizer,
+)
+from mmserve.weights.names import to_canonical
 from mmserve.weights.tokenizer import Tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -23,9 +29,11 @@ class SafetensorsCheckpoint:
         self._folder = folder
         self.config: dict[str, Any] = read_config(folder)
         self.generation_config: dict[str, Any] = read_generation_config(folder)
+        self.processor_config: dict[str, Any] = read_processor_config(folder)
         self._files = {path: _open(path) for path in _weight_files(folder)}
         file_of = {name: path for path, file in self._files.items() for name in file.keys()}  # noqa: SIM118
-        self._places = {name: (file_of[stored], stored) for name, stored in to_causal_lm(file_of).items()}
+        names = to_canonical(file_of, self.config.get("model_type", ""))
+        self._places = {name: (file_of[stored], stored) for name, stored in names.items()}
 
     def tokenizer(self) -> Tokenizer:
         return read_tokenizer(self._folder)

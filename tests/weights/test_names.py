@@ -1,6 +1,6 @@
 import pytest
 
-from mmserve.weights.names import from_gguf, to_causal_lm
+from mmserve.weights.names import from_gguf, to_canonical, to_causal_lm
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,20 @@ def test_only_bare_decoders_get_a_prefix() -> None:
     bare = ["embed_tokens.weight", "norm.weight", "lm_head.weight"]
     assert list(to_causal_lm(bare)) == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert to_causal_lm(["model.norm.weight"]) == {"model.norm.weight": "model.norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stored", "name"),
+    [
+        ("qwen2_vl", "visual.blocks.3.attn.qkv.weight", "vision.blocks.3.attn.qkv.weight"),
+        ("qwen2_vl", "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("qwen2_vl", "lm_head.weight", "lm_head.weight"),
+        ("qwen2_5_vl", "model.visual.merger.ln_q.weight", "vision.merger.ln_q.weight"),
+        ("qwen2_5_vl", "model.language_model.norm.weight", "model.norm.weight"),
+        ("qwen3_vl", "model.visual.pos_embed.weight", "vision.pos_embed.weight"),
+        ("qwen3_vl", "model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("llama", "model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_vision_language_names_become_canonical(model_type: str, stored: str, name: str) -> None:
+    assert to_canonical([stored], model_type) == {name: stored}

@@ -1,0 +1,103 @@
+"""What is known of a picture from its size alone: which pieces the encoder gets, and how many tokens each becomes."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mmserve.errors import RequestError
+from mmserve.vision.patches import PixelPatches
+
+MAX_ASPECT_RATIO = 200
+# Part of every digest: raise it when the pixels of some processor change.
+PIXELS_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PixelLimits:
+    """How many pixels of one picture the encoder may get, and how many at least; None leaves it to the checkpoint.
+
+    Qwen's families scale the picture. Families of tiles take fewer tiles: what counts are the pixels of all tiles and
+    of the overview, and one tile's worth is always taken; they, and LLaVA-1.5, have no use for `min_pixels`.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_pixels", "max_pixels"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError("invalid_request", f"{name} must be at least 1", param=name)
+
+    def allows_tiles(self, num_tiles: int, tile_size: int) -> bool:
+        """Whether that many square tiles, the overview among them, stay within `max_pixels`."""
+        return self.max_pixels is None or num_tiles * tile_size**2 <= self.max_pixels
+
+
+@dataclass(frozen=True)
+class ItemPlan:
+    """One piece of a picture for the encoder; `grid` is (rows, columns) of its tokens where positions have axes."""
+
+    num_tokens: int
+    grid: tuple[int, int] | None = None
+    layout: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ImagePlan:
+    """How a picture of `width` x `height` is cut and scaled. `choices` are what the family decided on, for itself."""
+
+    width: int
+    height: int
+    items: tuple[ItemPlan, ...]
+    choices: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the items; text between them comes on top."""
+        return sum(item.num_tokens for item in self.items)
+
+    @property
+    def digest(self) -> bytes:
+        """What of the picture's identity depends on its size and on the limits of a request."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
+
+
+class ImageProcessor(Protocol):
+    """A family's way from a picture to the encoder's input. Immutable, and cheap to send to another process."""
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that the chat template writes once for a picture."""
+
+    @property
+    def settings_digest(self) -> bytes:
+        """Of everything that decides pixels, save the plan."""
+
+    def plan(self, width: int, height: int, limits: PixelLimits) -> ImagePlan:
+        """Raises `RequestError` for a picture over 200 times as long as wide."""
+
+    def placeholder_ids(self, plan: ImagePlan) -> list[int]:
+        """What replaces the one image token; its runs of image tokens belong to `plan.items`, in order."""
+
+    def process(self, image: torch.Tensor, plan: ImagePlan) -> list[PixelPatches]:
+        """uint8 `[height, width, 3]` on any device -> normalised float32, one a planned item."""
+
+
+def check_shape(width: int, height: int) -> None:
+    """`RequestError` for an empty picture, or one whose aspect ratio no encoder can use."""
+    if min(width, height) < 1:
+        raise RequestError("invalid_request", f"the image is {width} x {height} pixels: send one that is not empty")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise RequestError(
+            "invalid_request",
+            f"the image is {width} x {height} pixels, and one side may be at most {MAX_ASPECT_RATIO} times the other: "
+            "crop it, or send it in parts",
+        )
+
+
+def settings_digest(processor: object) -> bytes:
+    """Of a processor that is a dataclass: its class and all of its fields."""
+    return hashlib.blake2b(f"{PIXELS_VERSION} {processor!r}".encode(), digest_size=16).digest()
