@@ -59,6 +59,6 @@ def paged_attention_chunk(
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """A prompt's first chunk attends to itself: q `[T, H, D]`, k and v `[T, KV, D]`."""
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+    q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)

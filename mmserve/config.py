@@ -17,12 +17,11 @@ def parse_bytes(text: str) -> int:
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text.strip()[len(number) :].strip().lower()
     try:
-        value = float(number) * units[unit]
-    except (ValueError, KeyError):
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
         raise RequestError(
             "invalid_request", f"{text!r} is not a size: write 2GiB, 512MiB or a number of bytes"
         ) from None
-    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelConfig":
         """From the dictionaries of `config.json` (transformers 4 or 5) and `generation_config.json`.
 
-        Raises `SetupError` (`model_unavailable`) naming a field that is missing.
+        Raises `SetupError` (`model_unavailable`) naming a field that is missing or not supported.
         """
         try:
             return _from_hf(config, generation_config or {})
@@ -77,6 +76,7 @@ class ModelConfig:
 
 
 def _from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> ModelConfig:
+    _check_supported(config)
     architecture = (config.get("architectures") or ["?"])[0]
     num_heads = config["num_attention_heads"]
     uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
@@ -104,10 +104,28 @@ def _from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]) ->
     )
 
 
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Refuse what would change every answer if it were passed over."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotary_share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise SetupError(
+            "model_unavailable", f"hidden_act {activation!r} of config.json is not supported: only silu is"
+        )
+    if rotary_share != 1.0:
+        raise SetupError("model_unavailable", f"partial_rotary_factor {rotary_share} of config.json is not supported")
+
+
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if kind in ("llama3", "yarn"):
+        original = config.get("original_max_position_embeddings")
+        original = original or parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        parameters["original_max_position_embeddings"] = original
+        parameters["factor"] = parameters.get("factor") or config["max_position_embeddings"] / original
     return RopeConfig(theta=float(theta), scaling=None if kind == "default" else parameters)
 
 
@@ -168,7 +186,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        _check(self.max_model_len is None or self.max_model_len >= 1, "max-model-len", "must be at least 1")
+        _check(self.max_model_len is None or self.max_model_len >= 2, "max-model-len", "must be at least 2")
         _check(self.num_threads is None or self.num_threads >= 1, "num-threads", "must be at least 1")
 
     @property

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from mmserve.pipelines.repetition import Novelty
 from mmserve.pipelines.sources import SourcePage, Sources, SourceSentence
 from mmserve.pipelines.terms import Term, terms_of
+from mmserve.pipelines.words import ALL_FUNCTION_WORDS, listed
 
-_ANAPHORA = frozenset(
+_ANAPHORA = listed(
     "it they he she this these that those such his her their its i we you however but er sie es dies diese dieser "
-    "il elle ils elles ce cela".split()
+    "il elle ils elles ce cela"
 )
-_KEY_FIELDS = frozenset(
+_KEY_FIELDS = listed(
     "total amount sum due balance date invoice number betrag summe gesamt datum fällig rechnung montant échéance "
-    "facture importe fecha".split()
+    "facture importe fecha"
 )
 _MIN_WORDS, _MAX_WORDS = 5, 45
 _CANDIDATES_PER_PAGE = 8
@@ -54,7 +55,7 @@ def choose_extracts(
     while scores and len(chosen) < count:
         best = max(scores, key=lambda extract: scores[extract] * _PAGE_CITED_ALREADY ** num_taken[extract.page])
         del scores[best]
-        if novelty.is_new(best.text):
+        if novelty.is_new(best.text) and all(best.text != other.text for other in chosen):
             chosen.append(best)
             num_taken[best.page] += 1
     return sorted(chosen)
@@ -71,7 +72,7 @@ def _prose_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, flo
     for page in sources.pages(numbers):
         prose = [(place, s) for place, s in enumerate(page.sentences) if _is_prose(s) and copies[s.text] == 1]
         ranked = [
-            (_score(terms_of(sentence.text), num_with) * (1.3 if rank == 0 else 1.0), place, sentence.text)
+            (_score(terms_of(sentence.text), num_with) * (1.15 if rank == 0 else 1.0), place, sentence.text)
             for rank, (place, sentence) in enumerate(prose)
         ]
         best = heapq.nlargest(_CANDIDATES_PER_PAGE, ranked)
@@ -80,8 +81,10 @@ def _prose_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, flo
 
 
 def _is_prose(sentence: SourceSentence) -> bool:
-    text = sentence.text
-    return _MIN_WORDS <= len(text.split()) <= _MAX_WORDS and text[-1] in ".!。" and not text[0].islower()
+    words = sentence.text.split()
+    num_function_words = sum(word.casefold() in ALL_FUNCTION_WORDS for word in words)
+    is_whole = sentence.text[-1] in ".!。" and not sentence.text[0].islower()
+    return is_whole and _MIN_WORDS <= len(words) <= _MAX_WORDS and num_function_words >= 2
 
 
 def _score(terms: Sequence[Term], num_with: Counter[str]) -> float:

@@ -34,12 +34,16 @@ class Novelty:
         self._said: list[tuple[frozenset[str], frozenset[str]]] = []
 
     def is_new(self, text: str) -> bool:
-        terms = [term for term in terms_of(text) if term.kind != "function"]
-        keys = frozenset(term.key for term in terms)
-        numbers = frozenset(term.key for term in terms if term.kind == "number")
-        for said_keys, said_numbers in self._said:
-            shared = len(keys & said_keys)
-            if numbers <= said_numbers and shared >= _NEARLY_THE_SAME * len(keys):
-                return False
-        self._said.append((keys, numbers))
-        return True
+        keys, numbers = _content(text)
+        return not any(
+            numbers <= said_numbers and len(keys & said_keys) >= _NEARLY_THE_SAME * len(keys)
+            for said_keys, said_numbers in self._said
+        )
+
+    def remember(self, text: str) -> None:
+        self._said.append(_content(text))
+
+
+def _content(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    terms = [term for term in terms_of(text) if term.kind != "function"]
+    return frozenset(term.key for term in terms), frozenset(term.key for term in terms if term.kind == "number")

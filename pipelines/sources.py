@@ -1,7 +1,7 @@
 """The pages that were read, as something in which a statement can be looked up.
 
-Of a page its text is kept, and an index says on which pages a term stands; the rest is worked out for the few pages that
-a statement may have been read on.
+Of a page its text is kept, and an index says on which pages a term stands; the rest is worked out for the few pages on
+which a statement may have been read.
 """
 
 import math

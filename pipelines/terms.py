@@ -25,8 +25,9 @@ _TOKEN = re.compile(
 _GROUPED = re.compile(r"\d{1,3}(?:[.,]\d{3})+")
 _DECIMAL = re.compile(r"(\d+(?:[.,]\d{3})*)[.,](\d{1,2})")
 _WITHOUT_SPACES = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-_SUFFIXES = tuple(
-    "ations ation ments ment ings ions ing ion ies ied als al ed es er en em ly e s n y".split()
+_SUFFIXES = (
+    *("ations", "ation", "ments", "ment", "ings", "ions", "ing", "ion", "ies", "ied"),
+    *("als", "al", "ed", "es", "er", "en", "em", "ly", "e", "s", "n", "y"),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from mmserve.errors import DocumentError
 from mmserve.vision.page_types import PageLimits
@@ -39,6 +39,15 @@ _DECODE_ERRORS = (
     EOFError,
     RuntimeError,
 )
+_TO_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 RGB = npt.NDArray[np.uint8]
 
 
@@ -50,9 +59,14 @@ class ImageFile:
         self._name = name
         self._limits = limits
         self._image = self._open(path, media_type)
-        self._frames = self._find_frames() if media_type == "image/tiff" else [0]
+        try:
+            self._check_size(self._image)
+            self._frames = self._find_frames() if media_type == "image/tiff" else [0]
+            self.notes = self._frame_notes(media_type)
+        except DocumentError:
+            self.close()
+            raise
         self.num_pages = len(self._frames)
-        self.notes = self._frame_notes(media_type)
 
     def _open(self, path: Path, media_type: str) -> Image.Image:
         if media_type == "image/heic":
@@ -62,9 +76,7 @@ class ImageFile:
         # sizes are checked here, against the limits of this reader
         Image.MAX_IMAGE_PIXELS = None
         with self._decoding("it cannot be opened"):
-            image = Image.open(path, formats=[_FORMATS[media_type], *(["MPO"] if media_type == "image/jpeg" else [])])
-        self._check_size(image)
-        return image
+            return Image.open(path, formats=[_FORMATS[media_type], *(["MPO"] if media_type == "image/jpeg" else [])])
 
     def size(self, number: int) -> tuple[int, int]:
         """Width and height of a page in pixels, upright."""
@@ -149,15 +161,17 @@ def normalise(image: Image.Image, max_pixels: int) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation 1 to 8; anything else, or EXIF that cannot be read, is no orientation."""
     try:
-        value = image.getexif().get(_ORIENTATION, 1)
-    except Exception:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = image.getexif().get(_ORIENTATION, 1)
+    except _DECODE_ERRORS:
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    image.getexif()[_ORIENTATION] = orientation
-    return ImageOps.exif_transpose(image)
+    transpose = _TO_UPRIGHT.get(orientation)
+    return image if transpose is None else image.transpose(transpose)
 
 
 def _fit(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:

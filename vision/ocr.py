@@ -5,7 +5,8 @@ import logging
 import os
 import shutil
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -100,31 +101,22 @@ class RapidOcrEngine:
         logging.getLogger("RapidOCR").disabled = True
 
     def read(self, pixels: RGB) -> OcrText:
-        """Turns a page that lies on its side or stands on its head, which only the lines themselves tell."""
-        pixels, scale = _bring_to_size(pixels)
-        best, is_sideways = self._read_as_it_is(pixels)
-        turns = [1, 3] if is_sideways else [2] if best.lines and best.confidence < _UPRIGHT_ENOUGH else []
-        for quarter_turns in turns:
-            turned, _ = self._read_as_it_is(np.rot90(pixels, quarter_turns), quarter_turns)
-            best = max(best, turned, key=lambda text: text.confidence * (0.9 if is_sideways and text is best else 1))
-            if best.confidence >= _SURE and best.quarter_turns:
-                break
-        return OcrText(tuple(_scaled(line, 1 / scale) for line in best.lines), best.confidence, best.quarter_turns)
+        return _read_upright(self._read_as_it_is, pixels)
 
     def read_line(self, pixels: RGB) -> str:
         result = self._engine(_bgr(pixels), use_det=False, use_cls=False, use_rec=True)
         return " ".join(result.txts or ())
 
-    def _read_as_it_is(self, pixels: RGB, quarter_turns: int = 0) -> tuple[OcrText, bool]:
+    def _read_as_it_is(self, pixels: RGB) -> tuple[OcrText, bool]:
         result = self._engine(_bgr(pixels), use_det=True, use_cls=False, use_rec=True)
         if getattr(result, "txts", None) is None or result.boxes is None:
-            return OcrText(quarter_turns=quarter_turns), False
+            return OcrText(), False
         quads = np.asarray(result.boxes, dtype=np.float64)
         weights = [len(text) for text in result.txts]
         confidence = float(np.average(result.scores, weights=weights)) if sum(weights) else 0.0
         is_sideways = _are_mostly_upright_strips(quads)
         lines = _deskewed_lines(quads, result.txts)
-        return OcrText(tuple(lines), confidence, quarter_turns), is_sideways
+        return OcrText(tuple(lines), confidence), is_sideways
 
 
 class TesseractEngine:
@@ -144,13 +136,13 @@ class TesseractEngine:
         self._languages = "+".join(languages[:_MAX_TESSERACT_LANGUAGES])
 
     def read(self, pixels: RGB) -> OcrText:
-        pixels, scale = _bring_to_size(pixels)
+        return _read_upright(self._read_as_it_is, pixels)
+
+    def _read_as_it_is(self, pixels: RGB) -> tuple[OcrText, bool]:
         words = self._words(pixels, "--psm 1" if self._can_orient else "--psm 3")
-        lines = [_line_of_words(group) for group in words]
         confidences = [float(word["conf"]) / 100 for group in words for word in group]
-        return OcrText(
-            tuple(_scaled(line, 1 / scale) for line in lines), statistics.fmean(confidences) if confidences else 0.0
-        )
+        confidence = statistics.fmean(confidences) if confidences else 0.0
+        return OcrText(tuple(_line_of_words(group) for group in words), confidence), False
 
     def read_line(self, pixels: RGB) -> str:
         padded = np.pad(pixels, ((8, 8), (8, 8), (0, 0)), mode="edge")
@@ -171,6 +163,21 @@ class TesseractEngine:
             if text.strip() and float(word["conf"]) >= 30:
                 groups.setdefault((word["block_num"], word["par_num"], word["line_num"]), []).append(word)
         return list(groups.values())
+
+
+def _read_upright(read_as_it_is: Callable[[RGB], tuple[OcrText, bool]], pixels: RGB) -> OcrText:
+    """Turns a page that lies on its side or stands on its head, which only the lines themselves tell."""
+    pixels, scale = _bring_to_size(pixels)
+    best, is_sideways = read_as_it_is(pixels)
+    turns = [1, 3] if is_sideways else [2] if best.lines and best.confidence < _UPRIGHT_ENOUGH else []
+    for quarter_turns in turns:
+        turned, is_still_sideways = read_as_it_is(np.rot90(pixels, quarter_turns))
+        is_better = turned.confidence > best.confidence or (is_sideways and best.quarter_turns == 0)
+        if turned.lines and is_better and not is_still_sideways:
+            best = replace(turned, quarter_turns=quarter_turns)
+        if best.quarter_turns and best.confidence >= _SURE:
+            break
+    return replace(best, lines=tuple(_scaled(line, 1 / scale) for line in best.lines))
 
 
 def _model(folder: Path, pattern: str) -> str:

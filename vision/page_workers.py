@@ -141,8 +141,7 @@ def _render(file: PdfFile, path: Path, number: int, settings: RenderSettings) ->
         scale = page.scale_for(settings.dpi, settings.max_pixels)
         if settings.renderer == "pdfium":
             return page.render(scale)
-        size = max(1, round(page.width * scale)), max(1, round(page.height * scale))
-    return render_with_poppler(path, number, size)
+    return render_with_poppler(path, number, 72 * scale)
 
 
 _worker: PageWorker | None = None

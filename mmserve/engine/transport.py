@@ -1,5 +1,6 @@
 """How messages travel to the engine and back: inside one process, or over a pipe to a process of its own."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -56,6 +57,8 @@ class ProcessTransport:
         self._lock = threading.Lock()
         self._process = context.Process(target=_child_main, args=(config, child_end), name="engine", daemon=True)
         self._process.start()
+        # The child ignores SIGTERM, which is how multiprocessing ends a child that was left running.
+        atexit.register(self._process.kill)
         child_end.close()
         self._reader = threading.Thread(target=self._read, args=(on_message,), name="engine-reader", daemon=True)
         self._reader.start()
@@ -76,6 +79,7 @@ class ProcessTransport:
             self._process.join()
         self._reader.join(_JOIN_SECONDS)
         self._pipe.close()
+        atexit.unregister(self._process.kill)
 
     def _read(self, on_message: OnMessage) -> None:
         with contextlib.suppress(EOFError, OSError):

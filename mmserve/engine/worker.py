@@ -16,7 +16,7 @@ from mmserve.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from mmserve.errors import MMServeError
+from mmserve.errors import SetupError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
         while _take_messages(engine, inbox, send):
             if engine.has_work:
                 send(engine.step())
-    except MMServeError as error:
+    except SetupError as error:
         send(EngineFailed(error.code, error.message))
     except Exception as error:
         logger.exception("the engine died")
