@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ _KEY_FIELDS = listed(
     "total amount sum due balance date invoice number betrag summe gesamt datum fällig rechnung montant échéance "
     "facture importe fecha"
 )
+_TOTAL = re.compile(
+    r"(?:(?:grand )?total|amount|balance|gesamt\w*|rechnungsbetrag|summe|montant|total) ?[^\W\d]*:? "
+    r"(?:[£$€]|EUR|GBP|USD|CHF) ?\d[\d.,]*\d(?: ?€)?",
+    re.IGNORECASE,
+)
+_MAX_TOTALS = 1
 _MIN_WORDS, _MAX_WORDS = 5, 45
 _CANDIDATES_PER_PAGE = 8
 # The second sentence of a page has to be this much better than the first of another one.
@@ -77,7 +84,19 @@ def _prose_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, flo
         ]
         best = heapq.nlargest(_CANDIDATES_PER_PAGE, ranked)
         scores.update({Extract(page.number, place, text): score for score, place, text in best})
+    if scores:
+        scores.update(dict.fromkeys(_total_lines(sources, numbers), max(scores.values())))
     return scores
+
+
+def _total_lines(sources: Sources, numbers: Sequence[int]) -> list[Extract]:
+    """Lines such as `Total due £4,933.20`: prose that goes with them seldom says it again."""
+    lines = ((page.number, place, line) for page in sources.pages(numbers) for place, line in enumerate(page.sentences))
+    return [
+        Extract(number, place, line.text)
+        for number, place, line in lines
+        if _TOTAL.fullmatch(line.text) and not _is_prose(line)
+    ][:_MAX_TOTALS]
 
 
 def _is_prose(sentence: SourceSentence) -> bool:
@@ -91,10 +110,18 @@ def _score(terms: Sequence[Term], num_with: Counter[str]) -> float:
     """Words that the document comes back to, and figures and names; long sentences gain little by their length."""
     content = {term.key: term for term in terms if term.kind != "function"}
     weight = sum(1.0 + math.log(num_with[key]) for key in content)
-    num_figures = sum(term.kind == "number" for term in content.values())
+    figures = min(sum(_figure_weight(term) for term in content.values()), 4.0)
     num_names = sum(term.is_capital for term in content.values())
-    score = (weight + 1.5 * min(num_figures, 4) + 0.5 * min(num_names, 4)) / math.sqrt(8 + len(terms))
+    score = (weight + 1.5 * figures + 0.5 * min(num_names, 4)) / math.sqrt(8 + len(terms))
     return score * (0.4 if terms[0].text.casefold() in _ANAPHORA else 1.0)
+
+
+def _figure_weight(term: Term) -> float:
+    """Amounts and percentages say more than years and days, and a date is no three figures."""
+    if term.kind != "number" or term.key.startswith("month"):
+        return 0.0
+    is_amount = "%" in term.key or "." in term.key or (term.key.isdigit() and int(term.key) > 2100)
+    return 1.5 if is_amount else 0.5
 
 
 def _line_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, float]:

@@ -26,10 +26,9 @@ _WORD_BREAK = re.compile(r"(\w)[-\u00ad\u2010]\n(?=[a-zà-ÿ])")
 
 @dataclass(frozen=True)
 class Statement:
-    """One sentence of an answer, without page marks. `starts_line` and `is_item` keep the answer's own layout."""
+    """One sentence of an answer, without page marks. `is_item` is of the first one of a list's item."""
 
     text: str
-    starts_line: bool = False
     is_item: bool = False
 
 
@@ -71,7 +70,7 @@ class StatementStream:
         if not text:
             self._at_line_start = self._at_line_start or starts_line
             return []
-        return [Statement(text, starts_line, mark is not None)]
+        return [Statement(text, mark is not None)]
 
 
 def clean_statement(text: str) -> str:

@@ -25,7 +25,7 @@ from mmserve.pipelines.chunking import PageText, Part, PartPacker
 from mmserve.pipelines.document import DocumentReader, DocumentReading
 from mmserve.pipelines.engine_protocol import TextEngine
 from mmserve.pipelines.events import Done, Event, OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded
-from mmserve.pipelines.prompts import Fence, Length, Source, SummaryPrompt
+from mmserve.pipelines.prompts import Fence, Length, SummaryPrompt
 from mmserve.pipelines.summary import Citation, Summary, answer_warnings
 from mmserve.request import SamplingParams
 from mmserve.vision.pages import parse_page_selection
@@ -35,6 +35,9 @@ __all__ = ["Citation", "Event", "SummarizeOptions", "Summary", "summarize"]
 _MAX_TOKENS: dict[Length, int] = {"short": 160, "medium": 320, "long": 768}
 # Fewer sentences than the first are filled up with the document's own; dropped ones are replaced up to the second.
 _SENTENCES: dict[Length, tuple[int, int]] = {"short": (2, 3), "medium": (3, 5), "long": (6, 10)}
+# An answer is ended when it has more, or when it goes on without anything that can be kept.
+_MAX_SENTENCES: dict[Length, int] = {"short": 4, "medium": 8, "long": 20}
+_PATIENCE = 6
 _MIN_NOTES = 2
 _MIN_PART_TOKENS = 64
 # The word of a fence may take some tokens more in one request than in another.
@@ -166,7 +169,7 @@ class _Summarizer:
         text = self._checked_text(within=pages)
         await self._ask(stage, number, part, text)
         self._num_dropped += text.num_dropped
-        text.add_extracts(_MIN_NOTES - len(text.citations))
+        await text.add_extracts(_MIN_NOTES - len(text.citations))
         return Notes(tuple(pages), [citation.sentence for citation in text.citations])
 
     async def _merge(self, notes: Sequence[Notes]) -> None:
@@ -201,31 +204,34 @@ class _Summarizer:
     async def _write_answer(self, stage: Stage, part: Part) -> None:
         self._last_answer = await self._ask(stage, 0, part, self._text)
         self._num_dropped += self._text.num_dropped
-        self._text.add_extracts(self._num_wanted_extracts())
+        await self._text.add_extracts(self._num_wanted_extracts())
 
     def _num_wanted_extracts(self) -> int:
-        """Sentences of the document that make up for what the model did not write or what was dropped."""
+        """Sentences of the document that make up for what the model dropped, broke off or passed by."""
         fewest, usual = _SENTENCES[self._options.length]
         num_kept = len(self._text.citations)
         if self._options.language is not None and num_kept:
             return 0
         num_lost = self._text.num_dropped + (self._last_answer.is_cut or self._last_answer.has_looped)
-        return max(fewest - num_kept, min(num_lost, usual - num_kept))
+        num_missing = max(fewest - num_kept, min(num_lost, usual - num_kept))
+        num_pages = len(self._reading.sources.page_numbers)
+        is_partial = 2 * len(self._text.cited_pages) < min(num_pages, usual)
+        return max(num_missing, usual - num_kept, 2) if is_partial else num_missing
 
     async def _ask(self, stage: Stage, number: int, part: Part, text: CheckedText) -> Answer:
         """One request, whose statements go to `text`. `number` 0 is the request that writes the summary."""
         fence = self._fence([page.text for page in part.texts])
         fenced = fence.wrap(part.texts, label="notes from page" if stage == "merge" else "page")
-        source: Source = "notes" if stage == "merge" else stage
-        messages = self._prompt.messages(fenced, source, is_final=number == 0)
-        prompt_token_ids = self._engine.tokenizer.encode_chat(messages)
+        prompt_token_ids = self._prompt.encode(self._engine.tokenizer, fenced, is_final=number == 0)
         room = max(self._engine.max_model_len - len(prompt_token_ids), 1)
         params = self._options.sampling(min(self._max_tokens, room))
-        answer = Answer(usage=self._usage)
+        answer, most = Answer(usage=self._usage), _MAX_SENTENCES[self._options.length]
         self._tell(RequestSubmitted(stage, number, part.first_page, part.last_page))
         async with aclosing(statements(self._engine, prompt_token_ids, params, answer)) as stream:
             async for statement in stream:
                 text.add(replace(statement, text=fence.without_marks(statement.text)))
+                if len(text.citations) == most or text.num_passed_over == _PATIENCE:
+                    break
         self._tell(RequestFinished(stage, number, answer.num_tokens))
         return answer
 

@@ -46,7 +46,7 @@ CONNECTING_WORDS = listed(
     "according additionally addition also document documents finally first following furthermore however "
     "include included includes including key letter mention mentioned mentions moreover namely note noted "
     "notes overall page pages report reports says section states stated summary text therefore thus title "
-    "titled total außerdem dokument enthält ferner laut protokoll schließlich seite text zudem "
+    "titled außerdem dokument enthält ferner laut protokoll schließlich seite text zudem "
     "zusammenfassung zusätzlich"
 )
 
@@ -70,6 +70,9 @@ _MONTHS = (
     "december dec dezember décembre diciembre dicembre",
 )
 MONTHS: Mapping[str, int] = {name: number for number, names in enumerate(_MONTHS, start=1) for name in names.split()}
+
+# A table has these in its heading, far from the numbers.
+MAGNITUDES = listed("thousand million millions billion tausend millionen milliarden mille milliards millones")
 
 # "one" and its like are left out: they are pronouns and articles as well.
 _NUMERALS = {
@@ -97,8 +100,6 @@ _NUMERALS = {
     50: "fifty fünfzig cinquante",
 }
 NUMERALS: Mapping[str, str] = {name: str(value) for value, names in _NUMERALS.items() for name in names.split()}
-
-PERCENT_WORDS = listed("percent percentage prozent pourcent procent")
 
 
 def guess_language(words: list[str]) -> str | None:

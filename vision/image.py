@@ -187,29 +187,32 @@ def _to_common_mode(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
         return _eight_bits(image)
     if image.has_transparency_data:
-        return image.convert("RGBA")
+        return image if image.mode == "RGBA" else image.convert("RGBA")
     if image.mode == "LAB":
         return image.getchannel("L")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    if image.mode in ("L", "RGB"):
+        return image
+    return image.convert("L" if image.mode == "1" else "RGB")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
     """Deep grey scaled, not clipped: 16 bits by their range, 32 bits and floats by what they hold."""
-    values = np.asarray(image).astype(np.float32)
-    low, high = 0.0, 65535.0
-    if not image.mode.startswith("I;16") and not (values.min() >= 0 and 255 < values.max() <= 65535):
-        low, high = _float_range(values)
-    grey = np.clip((np.nan_to_num(values) - low) * (255.0 / max(high - low, 1e-12)), 0, 255)
-    tags: Any = getattr(image, "tag_v2", {})
-    is_white_zero = image.mode.startswith("I;16") and tags.get(_PHOTOMETRIC) == 0
-    return Image.fromarray((255 - grey if is_white_zero else grey).round().astype(np.uint8))
+    values = np.asarray(image)
+    if image.mode.startswith("I;16"):
+        grey = (values >> 8).astype(np.uint8)
+        tags: Any = getattr(image, "tag_v2", {})
+        is_white_zero = tags.get(_PHOTOMETRIC) == 0
+        return Image.fromarray(~grey if is_white_zero else grey)
+    low, high = _range(values)
+    grey = np.clip((np.nan_to_num(values) - low) * (255.0 / max(high - low, 1e-12)), 0, 255).round().astype(np.uint8)
+    return Image.fromarray(grey)
 
 
-def _float_range(values: npt.NDArray[np.float32]) -> tuple[float, float]:
+def _range(values: npt.NDArray[Any]) -> tuple[float, float]:
+    """Black and white: 0 and the usual largest value where all fits below it, else what is there."""
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    if low >= 0 and high <= 1:
-        return 0.0, 1.0
-    return (0.0, 255.0) if low >= 0 and high <= 255 else (low, high)
+    white = next((white for white in (1.0, 255.0, 65535.0) if high <= white), high)
+    return (0.0, white) if low >= 0 else (low, high)
 
 
 def _on_white(image: Image.Image) -> Image.Image:

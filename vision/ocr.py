@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmserve.errors import SetupError
 from mmserve.vision.page_types import OcrName
-from mmserve.vision.reading_order import Line
+from mmserve.vision.reading_order import Line, are_mostly_upright_strips
 
 RGB = npt.NDArray[np.uint8]
 # the detector's input; finds 5 pt print on A4. Peak of a process on one A4 page at 200 dpi: 340 MB, at 1280 380 MB
@@ -107,16 +107,15 @@ class RapidOcrEngine:
         result = self._engine(_bgr(pixels), use_det=False, use_cls=False, use_rec=True)
         return " ".join(result.txts or ())
 
-    def _read_as_it_is(self, pixels: RGB) -> tuple[OcrText, bool]:
+    def _read_as_it_is(self, pixels: RGB) -> OcrText:
         result = self._engine(_bgr(pixels), use_det=True, use_cls=False, use_rec=True)
         if getattr(result, "txts", None) is None or result.boxes is None:
-            return OcrText(), False
+            return OcrText()
         quads = np.asarray(result.boxes, dtype=np.float64)
         weights = [len(text) for text in result.txts]
         confidence = float(np.average(result.scores, weights=weights)) if sum(weights) else 0.0
-        is_sideways = _are_mostly_upright_strips(quads)
         lines = _deskewed_lines(quads, result.txts)
-        return OcrText(tuple(lines), confidence), is_sideways
+        return OcrText(tuple(lines), confidence)
 
 
 class TesseractEngine:
@@ -129,7 +128,6 @@ class TesseractEngine:
         self._tesseract: Any = pytesseract
         self._timeout = timeout
         installed = pytesseract.get_languages()
-        self._can_orient = "osd" in installed
         languages = sorted(set(installed) - {"osd", "equ", "snum"}, key=lambda language: (language != "eng", language))
         if not languages:
             raise SetupError("missing_dependency", "tesseract has no language: apt install tesseract-ocr-eng")
@@ -138,11 +136,11 @@ class TesseractEngine:
     def read(self, pixels: RGB) -> OcrText:
         return _read_upright(self._read_as_it_is, pixels)
 
-    def _read_as_it_is(self, pixels: RGB) -> tuple[OcrText, bool]:
-        words = self._words(pixels, "--psm 1" if self._can_orient else "--psm 3")
+    def _read_as_it_is(self, pixels: RGB) -> OcrText:
+        words = self._words(pixels, "--psm 3")
         confidences = [float(word["conf"]) / 100 for group in words for word in group]
         confidence = statistics.fmean(confidences) if confidences else 0.0
-        return OcrText(tuple(_line_of_words(group) for group in words), confidence), False
+        return OcrText(tuple(_line_of_words(group) for group in words), confidence)
 
     def read_line(self, pixels: RGB) -> str:
         padded = np.pad(pixels, ((8, 8), (8, 8), (0, 0)), mode="edge")
@@ -165,15 +163,16 @@ class TesseractEngine:
         return list(groups.values())
 
 
-def _read_upright(read_as_it_is: Callable[[RGB], tuple[OcrText, bool]], pixels: RGB) -> OcrText:
+def _read_upright(read_as_it_is: Callable[[RGB], OcrText], pixels: RGB) -> OcrText:
     """Turns a page that lies on its side or stands on its head, which only the lines themselves tell."""
     pixels, scale = _bring_to_size(pixels)
-    best, is_sideways = read_as_it_is(pixels)
-    turns = [1, 3] if is_sideways else [2] if best.lines and best.confidence < _UPRIGHT_ENOUGH else []
-    for quarter_turns in turns:
-        turned, is_still_sideways = read_as_it_is(np.rot90(pixels, quarter_turns))
+    best = read_as_it_is(pixels)
+    is_sideways = are_mostly_upright_strips(best.lines)
+    is_unsure = bool(best.lines) and best.confidence < _UPRIGHT_ENOUGH
+    for quarter_turns in (1, 3) if is_sideways else (2,) if is_unsure else ():
+        turned = read_as_it_is(np.rot90(pixels, quarter_turns))
         is_better = turned.confidence > best.confidence or (is_sideways and best.quarter_turns == 0)
-        if turned.lines and is_better and not is_still_sideways:
+        if turned.lines and is_better and not are_mostly_upright_strips(turned.lines):
             best = replace(turned, quarter_turns=quarter_turns)
         if best.quarter_turns and best.confidence >= _SURE:
             break
@@ -206,13 +205,6 @@ def _bring_to_size(pixels: RGB) -> tuple[RGB, float]:
 
 def _scaled(line: Line, factor: float) -> Line:
     return Line(line.text, line.left * factor, line.top * factor, line.right * factor, line.bottom * factor)
-
-
-def _are_mostly_upright_strips(quads: npt.NDArray[np.float64]) -> bool:
-    """Lines of a page that lies on its side are higher than wide. `quads` [lines, 4 corners from top left, 2]."""
-    widths = np.linalg.norm(quads[:, 1] - quads[:, 0], axis=1)
-    heights = np.linalg.norm(quads[:, 3] - quads[:, 0], axis=1)
-    return bool(np.sum(heights[heights > 1.5 * widths]) > 0.6 * np.sum(np.maximum(widths, heights)))
 
 
 def _deskewed_lines(quads: npt.NDArray[np.float64], texts: tuple[str, ...]) -> list[Line]:

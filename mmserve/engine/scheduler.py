@@ -51,7 +51,7 @@ class Scheduler:
         self.block_size = cache_config.block_size
         self.max_model_len = min(max_model_len, num_blocks * self.block_size)
         self.prefix_cache = PrefixCache() if cache_config.enable_prefix_caching else None
-        self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.evict if self.prefix_cache else lambda _: None)
+        self.pool = BlockPool(num_blocks, on_evict=self._forget_block)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -69,8 +69,8 @@ class Scheduler:
             num_requests_running=len(self.running),
             num_requests_waiting=len(self.waiting),
             kv_cache_usage_ratio=self.pool.num_referenced / self.pool.num_blocks,
-            prefix_cache_queries=self.prefix_cache.num_queried_tokens if self.prefix_cache else 0,
-            prefix_cache_hits=self.prefix_cache.num_hit_tokens if self.prefix_cache else 0,
+            prefix_cache_queries=self.prefix_cache.num_queried_tokens if self.prefix_cache is not None else 0,
+            prefix_cache_hits=self.prefix_cache.num_hit_tokens if self.prefix_cache is not None else 0,
             num_preemptions=self.num_preemptions,
         )
 
@@ -200,6 +200,10 @@ class Scheduler:
             self.pool.share(block_id)
             sequence.block_ids.append(block_id)
             sequence.num_computed_tokens += self.block_size
+
+    def _forget_block(self, block_id: int) -> None:
+        if self.prefix_cache is not None:
+            self.prefix_cache.evict(block_id)
 
     def _publish_full_blocks(self, sequence: Sequence) -> None:
         if self.prefix_cache is None:

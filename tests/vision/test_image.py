@@ -110,6 +110,12 @@ def test_floating_point_grey_is_scaled(tmp_path: Path) -> None:
     assert np.abs(pixels[0, :, 0].astype(int) - np.arange(256)).max() <= 1
 
 
+def test_sixteen_bit_grey_that_counts_from_white_is_inverted(tmp_path: Path) -> None:
+    ramp = np.tile(np.linspace(0, 65535, 256).astype(np.uint16), (8, 1))
+    pixels = pixels_of(save(tmp_path, "a.tiff", Image.fromarray(ramp), tiffinfo={262: 0}), "image/tiff")
+    assert np.abs(pixels[0, :, 0].astype(int) - np.arange(256)[::-1]).max() <= 1
+
+
 @pytest.mark.parametrize(("suffix", "media_type"), [("jpg", "image/jpeg"), ("tiff", "image/tiff")])
 def test_cmyk_is_not_inverted(tmp_path: Path, suffix: str, media_type: str) -> None:
     """Pillow writes CMYK JPEG as Adobe does: inverted, with Adobe's marker."""

@@ -49,3 +49,9 @@ def test_a_hairline_is_ink() -> None:
     page = Image.new("RGB", (800, 1100), "white")
     ImageDraw.Draw(page).line((100, 500, 700, 500), fill="black", width=2)
     assert ink_share(np.asarray(page)) > 0
+
+
+def test_ink_in_ignored_places_does_not_count() -> None:
+    page = picture_of(["A stamp"], size=(800, 600))
+    assert ink_share(np.asarray(page), [(30, 30, 300, 90)]) == 0.0
+    assert ink_share(np.asarray(page), [(30, 300, 300, 400)]) > 0

@@ -46,11 +46,10 @@ def test_a_page_on_its_head_is_turned(engine: OcrEngine) -> None:
 
 
 @pytest.mark.parametrize("angle", [90, 270])
-def test_a_page_on_its_side_is_turned(ocr_engine: OcrEngine, angle: int) -> None:
-    turned = PAGE.rotate(angle, expand=True)
-    result = ocr_engine.read(np.asarray(turned))
+def test_a_page_on_its_side_is_turned(engine: OcrEngine, angle: int) -> None:
+    result = engine.read(np.asarray(PAGE.rotate(angle, expand=True)))
     assert result.quarter_turns == {90: 3, 270: 1}[angle]
-    assert likeness(ocr_engine, turned) > 0.95
+    assert "4,210 pounds" in text_of(result.lines)
 
 
 def test_lines_stand_where_they_are_in_the_picture(engine: OcrEngine) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pikepdf
 import psutil
 import pytest
-from document_makers import PROSE, draw_nothing, draw_pdf, picture_of, save, write, write_lines
+from document_makers import PROSE, draw_nothing, draw_pdf, edit_pdf, picture_of, save, write, write_lines
 from PIL import Image
 
 from mmserve.errors import DocumentError, RequestError, SetupError
@@ -264,6 +265,25 @@ def test_memory_of_a_worker_is_bounded(tmp_path: Path) -> None:
     (page,) = asyncio.run(all_pages())
     assert page.problem is not None
     assert page.problem.code in ("page_too_large", "corrupt_document")
+
+
+def test_a_content_stream_that_swells_costs_its_page_only(tmp_path: Path) -> None:
+    def swell(pdf: pikepdf.Pdf) -> None:
+        pdf.pages[0].Contents = pikepdf.Stream(pdf, b"0 0 m 9 9 l S " * 2_000_000)
+
+    data = edit_pdf(draw_pdf(write_lines(PROSE), write_lines(PROSE)), swell, recompress_flate=True)
+    path = write(tmp_path, "a.pdf", data)
+    assert len(data) < 100_000
+
+    async def all_pages() -> list[Page]:
+        async with PageReader(limits=PageLimits(worker_memory_bytes=200 * 1024**2), num_workers=1) as reader:
+            document = await reader.open(path)
+            return [page async for page in reader.pages(document)]
+
+    bomb, sound = asyncio.run(all_pages())
+    assert bomb.problem is not None
+    assert bomb.text == ""
+    assert sound.text.splitlines() == list(PROSE)
 
 
 def test_mutated_files_never_raise_anything_but_document_errors(reader: PageReader, tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from mmserve.vision.poppler import render_with_poppler
 
 
 def test_both_renderers_agree(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, "a.pdf", edit_pdf(draw_pdf(write_lines(PROSE)), lambda pdf: pdf.pages[0].rotate(90, relative=True))
-    )
+    turned = edit_pdf(draw_pdf(write_lines(PROSE)), lambda pdf: pdf.pages[0].rotate(90, relative=True))
+    path = write(tmp_path, "a.pdf", turned)
     worker = PageWorker(PageLimits(), PageOptions(ocr="off"), 1)
     document = Document(path, "a.pdf", "application/pdf", "0" * 64, 1)
     ours = worker.render_page(document, 1, RenderSettings(renderer="pdfium"))
@@ -40,5 +39,5 @@ def test_a_scan_is_read_through_poppler(tmp_path: Path, ocr_engine: OcrEngine, m
 
 def test_what_poppler_cannot_render_is_a_document_error(tmp_path: Path) -> None:
     with pytest.raises(DocumentError) as caught:
-        render_with_poppler(write(tmp_path, "a.pdf", b"%PDF-1.4 nonsense"), 1, (100, 100))
+        render_with_poppler(write(tmp_path, "a.pdf", b"%PDF-1.4 nonsense"), 1, 72)
     assert caught.value.code == "corrupt_document"
