@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmserve.vision.pages import Page, PageReader
+from mmserve.vision.pages import Page, PageLimits, PageReader
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 KINDS = {
@@ -38,7 +38,7 @@ async def _read(reader: PageReader, name: str) -> tuple[str, list[Page]]:
 @pytest.fixture(scope="module")
 def read() -> dict[str, tuple[str, list[Page]]]:
     async def read_all() -> dict[str, tuple[str, list[Page]]]:
-        async with PageReader() as reader:
+        async with PageReader(limits=PageLimits(page_timeout=240)) as reader:
             return {name: await _read(reader, name) for name in KINDS}
 
     return asyncio.run(read_all())

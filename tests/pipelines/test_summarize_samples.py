@@ -10,7 +10,7 @@ import pytest
 from mmserve.config import CacheConfig, EngineConfig
 from mmserve.engine.client import EngineClient
 from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
-from mmserve.vision.pages import PageReader
+from mmserve.vision.pages import PageLimits, PageReader
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.suffix != ".md")
@@ -20,7 +20,7 @@ async def _summaries(model: str) -> tuple[dict[str, Summary], dict[str, dict[int
     client = EngineClient.start(EngineConfig(model=model, cache=CacheConfig(memory_bytes=1 << 30)))
     try:
         await asyncio.to_thread(client.wait_until_ready)
-        async with PageReader() as reader:
+        async with PageReader(limits=PageLimits(page_timeout=240)) as reader:
             options = SummarizeOptions(length="short", max_tokens=120)
             results = await asyncio.gather(
                 *(summarize(SAMPLES / name, engine=client, reader=reader, options=options) for name in NAMES)
