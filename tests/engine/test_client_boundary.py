@@ -194,7 +194,7 @@ def test_a_dead_engine_fails_everyone_once_and_refuses_the_next(client: EngineCl
     run(scenario)
     assert client.state == "dead"
     assert [timing.finish_reason for timing in timings] == ["error"] * 3
-    assert timings[0].queue_seconds == 1.5
+    assert sorted(timing.queue_seconds for timing in timings) == [0.0, 0.0, 1.5]
     assert engine(client).aborted_ids == []
 
 
