@@ -29,7 +29,7 @@ help: ## this list
 install: $(VENV)/.installed ## make .venv with everything that running mmserve needs
 
 demo: install ## summarise the documents in samples/ with the embedded model; results go to out/
-	$(BIN)/mmserve pull smollm2-135m
+	$(BIN)/mmserve pull smollm2-135m --quiet
 	$(BIN)/mmserve summarize samples --output-dir out --force
 
 serve: install ## start the HTTP service on 127.0.0.1

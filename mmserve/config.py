@@ -17,12 +17,11 @@ def parse_bytes(text: str) -> int:
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text.strip()[len(number) :].strip().lower()
     try:
-        value = float(number) * units[unit]
-    except (ValueError, KeyError):
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
         raise RequestError(
             "invalid_request", f"{text!r} is not a size: write 2GiB, 512MiB or a number of bytes"
         ) from None
-    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelConfig":
         """From the dictionaries of `config.json` (transformers 4 or 5) and `generation_config.json`.
 
-        Raises `SetupError` (`model_unavailable`) naming a field that is missing.
+        Raises `SetupError` (`model_unavailable`) naming a field that is missing or not supported.
         """
         try:
             return _from_hf(config, generation_config or {})
@@ -113,6 +112,7 @@ def _from_hf(outer: Mapping[str, Any], generation_config: Mapping[str, Any]) -> 
     architecture = (outer.get("architectures") or ["?"])[0]
     vision = outer.get("vision_config")
     config = _text_config(outer) if vision else outer
+    _check_supported(config)
     num_heads = config["num_attention_heads"]
     uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
     qkv_bias = config.get("attention_bias", False) or config.get("model_type") == "qwen2"
@@ -154,6 +154,19 @@ def has_tied_embeddings(config: Mapping[str, Any]) -> bool:
     return any(part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
 
 
+def _check_supported(config: Mapping[str, Any]) -> None:
+    """Refuse what would change every answer if it were passed over."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotary_share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise SetupError(
+            "model_unavailable", f"hidden_act {activation!r} of config.json is not supported: only silu is"
+        )
+    if rotary_share != 1.0:
+        raise SetupError("model_unavailable", f"partial_rotary_factor {rotary_share} of config.json is not supported")
+
+
 def _rope(config: Mapping[str, Any], multi_axis: RopeConfig | None) -> RopeConfig:
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     default_theta = multi_axis.theta if multi_axis else 10000.0
@@ -161,6 +174,11 @@ def _rope(config: Mapping[str, Any], multi_axis: RopeConfig | None) -> RopeConfi
     kind = parameters.setdefault("rope_type", parameters.get("type", "default"))
     if multi_axis and multi_axis.scaling:
         parameters = {**multi_axis.scaling, **parameters, "mrope_interleaved": multi_axis.scaling["mrope_interleaved"]}
+    if kind in ("llama3", "yarn"):
+        original = config.get("original_max_position_embeddings")
+        original = original or parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        parameters["original_max_position_embeddings"] = original
+        parameters["factor"] = parameters.get("factor") or config["max_position_embeddings"] / original
     is_plain = kind == "default" and multi_axis is None
     return RopeConfig(theta=float(theta), scaling=None if is_plain else parameters)
 
@@ -229,7 +247,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        _check(self.max_model_len is None or self.max_model_len >= 1, "max-model-len", "must be at least 1")
+        _check(self.max_model_len is None or self.max_model_len >= 2, "max-model-len", "must be at least 2")
         _check(self.num_threads is None or self.num_threads >= 1, "num-threads", "must be at least 1")
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from mmserve.config import EngineConfig
 from mmserve.engine.client import Completion, EngineClient
+from mmserve.errors import EngineError, RequestError
 from mmserve.request import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -26,7 +27,11 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
-        self._client.wait_until_ready()
+        try:
+            self._client.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -41,11 +46,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[list[Completion]]:
         """The answers to one conversation or to many, through the model's chat template."""
-        many = [conversations] if isinstance(conversations[0], Mapping) else conversations
+        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
         return self._run([self._client.tokenizer.encode_chat(messages) for messages in many], params)  # type: ignore[arg-type]
 
     def close(self) -> None:
+        """Stop the engine; calls in flight raise `EngineError`. Closing twice does nothing."""
+        if self._loop.is_closed():
+            return
         self._client.close()
+        asyncio.run_coroutine_threadsafe(_other_tasks_done(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -67,11 +76,33 @@ class LLM:
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[list[Completion]]:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        return asyncio.run_coroutine_threadsafe(self._complete_all(prompts, each), self._loop).result()
+        if len(each) != len(prompts):
+            raise RequestError(
+                "invalid_request",
+                f"{len(prompts)} prompts, but {len(each)} sampling parameters: give one for all, or one for each",
+                param="params",
+            )
+        if self._loop.is_closed():
+            raise EngineError("shutting_down", "this LLM was closed: make a new one")
+        future = asyncio.run_coroutine_threadsafe(self._complete_all(prompts, each), self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
     async def _complete_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Completion]]:
         pairs = zip(prompts, params, strict=True)
-        return await asyncio.gather(*(self._client.complete(prompt, each) for prompt, each in pairs))
+        tasks = [asyncio.ensure_future(self._client.complete(prompt, each)) for prompt, each in pairs]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _other_tasks_done() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

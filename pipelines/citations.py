@@ -4,11 +4,13 @@ A model's own page marks are not believed, and neither are its statements. A pag
 
 - each of its numbers, dates, codes and names stands on the page (`£4,111.00` is `4111`, `two` is `2`, `März 2025` is
   `March 2025`; a percentage is no plain number);
-- each number stands there near a word or number that it stands beside in the statement, so that `21 July` on the page
-  does not support `within 21 days`; and names that stand side by side in the statement do so on the page;
-- four fifths of its words, weighted by rarity, are among those numbers and names, or in the three sentences of the page
+- each number stands there near a word or number that it stands beside in the statement, and near its unit if the page
+  has that, so that `21 July` on the page does not support `within 21 days`; and names that stand side by side in the
+  statement do so on the page;
+- four fifths of its words, weighted by rarity, are among those numbers and names, or in the two sentences of the page
   that fit best;
-- the sentence that says nearly the same does not lack a negation of the statement, nor have one more.
+- the sentence that says nearly the same is not negated where the statement is not, or the other way round, and does
+  not say it of somebody else.
 
 One page has to support all of it; else the statement is cut into its clauses and each is looked up for itself. A
 statement in another language than the page is judged by its numbers and names alone, and needs at least one.
@@ -23,15 +25,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from mmserve.pipelines.sources import SourcePage, Sources, index_keys
+from mmserve.pipelines.sources import SourcePage, Sources, SourceSentence, index_keys
 from mmserve.pipelines.terms import Term, claims_of, terms_of
-from mmserve.pipelines.words import NEGATIONS, guess_language
+from mmserve.pipelines.words import MAGNITUDES, NEGATIONS, guess_language
 
 _MIN_COVERAGE = 0.8
 _SAME_SENTENCE = 0.75
-_MAX_PASSAGE_SENTENCES = 3
+_MAX_PASSAGE_SENTENCES = 2
 _MAX_CANDIDATE_PAGES = 12
 _MAX_CITED_PAGES = 3
+_NEAR_NUMBERS, _NEAR_UNITS, _NEAR_NAMES = 5, 3, 2
 _CURRENCIES = "£$€¥₹"
 _CLAUSE = re.compile(r";\s+|,?\s+(?:and|but|while|und|aber|während|et|mais|y|pero)\s+")
 _WEIGHT_OF_ANCHOR = 4.0
@@ -136,12 +139,19 @@ class CitationFinder:
         for rank in range(min(_MAX_PASSAGE_SENTENCES, len(sentences))):
             best = max(sentences, key=lambda sentence: _total(wanted, sentence.keys & missing))
             share = _total(wanted, best.keys & wanted.keys()) / _total(wanted, wanted)
-            if rank == 0 and share >= _SAME_SENTENCE and best.is_negated != claim.is_negated:
+            if rank == 0 and share >= _SAME_SENTENCE and _contradicts(best, claim):
                 return False
             missing -= best.keys
             sentences.remove(best)
         missing -= index_keys(claim.anchors)
         return _total(wanted, missing) <= (1.0 - _MIN_COVERAGE) * _total(wanted, wanted)
+
+
+def _contradicts(sentence: SourceSentence, claim: Claim) -> bool:
+    """Whether a sentence that has nearly all words of the claim is negated otherwise, or begins with somebody else."""
+    subject = index_keys(claim.terms[:1])
+    has_other_subject = not subject & sentence.keys and sentence.first_key not in index_keys(claim.terms)
+    return sentence.is_negated != claim.is_negated or has_other_subject
 
 
 def _total(weights: dict[str, float], keys: Iterable[str]) -> float:
@@ -159,18 +169,27 @@ def _currencies_agree(page: SourcePage, claim: Claim) -> bool:
 
 
 def _numbers_fit(page: SourcePage, claim: Claim) -> bool:
-    terms = claim.terms
     return all(
-        page.holds_near(term, [*terms[max(index - 3, 0) : index], *terms[index + 1 : index + 4]])
-        for index, term in enumerate(terms)
-        if term.kind == "number"
+        _number_fits(page, claim.terms, index) for index, term in enumerate(claim.terms) if term.kind == "number"
     )
+
+
+def _number_fits(page: SourcePage, terms: tuple[Term, ...], index: int) -> bool:
+    """Near the number on the page stands something of what is near it in the claim, and its unit if the page has it."""
+    number, following = terms[index], terms[index + 1 : index + 4]
+    neighbours = [*terms[max(index - 3, 0) : index], *following]
+    unit = following[0] if following and following[0].follows_number else None
+    if unit is not None and page.holds(unit) and unit.text.casefold() not in MAGNITUDES:
+        if not page.holds_near(number, [unit], distance=_NEAR_UNITS):
+            return False
+        neighbours.remove(unit)
+    return page.holds_near(number, neighbours, distance=_NEAR_NUMBERS)
 
 
 def _names_fit(page: SourcePage, claim: Claim) -> bool:
     """Names that stand side by side, as a first and a last name do, stand near each other on the page."""
     return all(
-        page.holds_near(name, [other])
+        page.holds_near(name, [other], distance=_NEAR_NAMES)
         for name, other in itertools.pairwise(claim.terms)
         if name.kind == other.kind == "name" and not other.after_break
     )

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,22 @@ from dataclasses import dataclass
 from mmserve.pipelines.repetition import Novelty
 from mmserve.pipelines.sources import SourcePage, Sources, SourceSentence
 from mmserve.pipelines.terms import Term, terms_of
+from mmserve.pipelines.words import ALL_FUNCTION_WORDS, listed
 
-_ANAPHORA = frozenset(
+_ANAPHORA = listed(
     "it they he she this these that those such his her their its i we you however but er sie es dies diese dieser "
-    "il elle ils elles ce cela".split()
+    "il elle ils elles ce cela"
 )
-_KEY_FIELDS = frozenset(
+_KEY_FIELDS = listed(
     "total amount sum due balance date invoice number betrag summe gesamt datum fällig rechnung montant échéance "
-    "facture importe fecha".split()
+    "facture importe fecha"
 )
+_TOTAL = re.compile(
+    r"(?:(?:grand )?total|amount|balance|gesamt\w*|rechnungsbetrag|summe|montant|total) ?[^\W\d]*:? "
+    r"(?:[£$€]|EUR|GBP|USD|CHF) ?\d[\d.,]*\d(?: ?€)?",
+    re.IGNORECASE,
+)
+_MAX_TOTALS = 1
 _MIN_WORDS, _MAX_WORDS = 5, 45
 _CANDIDATES_PER_PAGE = 8
 # The second sentence of a page has to be this much better than the first of another one.
@@ -54,7 +62,7 @@ def choose_extracts(
     while scores and len(chosen) < count:
         best = max(scores, key=lambda extract: scores[extract] * _PAGE_CITED_ALREADY ** num_taken[extract.page])
         del scores[best]
-        if novelty.is_new(best.text):
+        if novelty.is_new(best.text) and all(best.text != other.text for other in chosen):
             chosen.append(best)
             num_taken[best.page] += 1
     return sorted(chosen)
@@ -71,27 +79,49 @@ def _prose_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, flo
     for page in sources.pages(numbers):
         prose = [(place, s) for place, s in enumerate(page.sentences) if _is_prose(s) and copies[s.text] == 1]
         ranked = [
-            (_score(terms_of(sentence.text), num_with) * (1.3 if rank == 0 else 1.0), place, sentence.text)
+            (_score(terms_of(sentence.text), num_with) * (1.15 if rank == 0 else 1.0), place, sentence.text)
             for rank, (place, sentence) in enumerate(prose)
         ]
         best = heapq.nlargest(_CANDIDATES_PER_PAGE, ranked)
         scores.update({Extract(page.number, place, text): score for score, place, text in best})
+    if scores:
+        scores.update(dict.fromkeys(_total_lines(sources, numbers), max(scores.values())))
     return scores
 
 
+def _total_lines(sources: Sources, numbers: Sequence[int]) -> list[Extract]:
+    """Lines such as `Total due £4,933.20`: prose that goes with them seldom says it again."""
+    lines = ((page.number, place, line) for page in sources.pages(numbers) for place, line in enumerate(page.sentences))
+    return [
+        Extract(number, place, line.text)
+        for number, place, line in lines
+        if _TOTAL.fullmatch(line.text) and not _is_prose(line)
+    ][:_MAX_TOTALS]
+
+
 def _is_prose(sentence: SourceSentence) -> bool:
-    text = sentence.text
-    return _MIN_WORDS <= len(text.split()) <= _MAX_WORDS and text[-1] in ".!。" and not text[0].islower()
+    words = sentence.text.split()
+    num_function_words = sum(word.casefold() in ALL_FUNCTION_WORDS for word in words)
+    is_whole = sentence.text[-1] in ".!。" and not sentence.text[0].islower()
+    return is_whole and _MIN_WORDS <= len(words) <= _MAX_WORDS and num_function_words >= 2
 
 
 def _score(terms: Sequence[Term], num_with: Counter[str]) -> float:
     """Words that the document comes back to, and figures and names; long sentences gain little by their length."""
     content = {term.key: term for term in terms if term.kind != "function"}
     weight = sum(1.0 + math.log(num_with[key]) for key in content)
-    num_figures = sum(term.kind == "number" for term in content.values())
+    figures = min(sum(_figure_weight(term) for term in content.values()), 4.0)
     num_names = sum(term.is_capital for term in content.values())
-    score = (weight + 1.5 * min(num_figures, 4) + 0.5 * min(num_names, 4)) / math.sqrt(8 + len(terms))
+    score = (weight + 1.5 * figures + 0.5 * min(num_names, 4)) / math.sqrt(8 + len(terms))
     return score * (0.4 if terms[0].text.casefold() in _ANAPHORA else 1.0)
+
+
+def _figure_weight(term: Term) -> float:
+    """Amounts and percentages say more than years and days, and a date is no three figures."""
+    if term.kind != "number" or term.key.startswith("month"):
+        return 0.0
+    is_amount = "%" in term.key or "." in term.key or (term.key.isdigit() and int(term.key) > 2100)
+    return 1.5 if is_amount else 0.5
 
 
 def _line_scores(sources: Sources, numbers: Sequence[int]) -> dict[Extract, float]:

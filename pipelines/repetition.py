@@ -28,18 +28,29 @@ class LoopDetector:
 
 
 class Novelty:
-    """Remembers what was said; a statement that nearly repeats another one, with no number of its own, is not new."""
+    """Remembers what was said.
+
+    A statement is not new if nearly all of it was said in one other, or if the other has the same numbers and nearly
+    all of what it says is in the statement.
+    """
 
     def __init__(self) -> None:
         self._said: list[tuple[frozenset[str], frozenset[str]]] = []
 
     def is_new(self, text: str) -> bool:
-        terms = [term for term in terms_of(text) if term.kind != "function"]
-        keys = frozenset(term.key for term in terms)
-        numbers = frozenset(term.key for term in terms if term.kind == "number")
-        for said_keys, said_numbers in self._said:
-            shared = len(keys & said_keys)
-            if numbers <= said_numbers and shared >= _NEARLY_THE_SAME * len(keys):
-                return False
-        self._said.append((keys, numbers))
-        return True
+        return not any(_adds_nothing(*_content(text), *said) for said in self._said)
+
+    def remember(self, text: str) -> None:
+        self._said.append(_content(text))
+
+
+def _adds_nothing(
+    keys: frozenset[str], numbers: frozenset[str], said_keys: frozenset[str], said_numbers: frozenset[str]
+) -> bool:
+    shortest = min(len(keys), len(said_keys)) if numbers and numbers == said_numbers else len(keys)
+    return numbers <= said_numbers and len(keys & said_keys) >= _NEARLY_THE_SAME * shortest
+
+
+def _content(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    terms = [term for term in terms_of(text) if term.kind != "function"]
+    return frozenset(term.key for term in terms), frozenset(term.key for term in terms if term.kind == "number")

@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_ABBREVIATIONS = frozenset(
+from mmserve.pipelines.words import MONTHS, listed
+
+_ABBREVIATIONS = listed(
     "mr mrs ms dr prof st sr jr no nos vs etc inc ltd co corp dept fig p pp ca approx e.g i.e a.m p.m u.s u.k "
     "jan feb mar apr jun jul aug sep sept oct nov dec nr bzw z.b d.h u.a usw str tel abs art e.v "
-    "m mme mlle av env núm pág".split()
+    "m mme mlle av env núm pág"
 )
 _END = re.compile(r"(?:[.!?…]+[\"'”’»)\]]*(?=\s|$))|(?:[。！？]+[」』”]*)")
 _LIST_MARK = re.compile(r"\s*(?:[-*•·–]|\d{1,2}[.)])\s+")
@@ -15,6 +17,7 @@ _PAGE_MARK = re.compile(
     r"\s*[\[(]\s*(?:pp?|pages?|seiten?|s)\b\.?\s*\d+(?:\s*(?:[,;&–-]|and|und|to|bis)\s*(?:pp?\.?\s*)?\d+)*\s*[\])]",
     re.IGNORECASE,
 )
+_MIN_PARAGRAPH_WIDTH = 40
 # A line that goes on in lower case was only wrapped.
 _LINE_END = re.compile(r"\n(?=\n|\s*[^\s\W_a-zß-ÿ]|\s*[^\w\s])")
 _EMPHASIS = re.compile(r"\*\*|__|`+|^\s*#{1,6}\s+", re.MULTILINE)
@@ -23,10 +26,9 @@ _WORD_BREAK = re.compile(r"(\w)[-\u00ad\u2010]\n(?=[a-zà-ÿ])")
 
 @dataclass(frozen=True)
 class Statement:
-    """One sentence of an answer, without page marks. `starts_line` and `is_item` keep the answer's own layout."""
+    """One sentence of an answer, without page marks. `is_item` is of the first one of a list's item."""
 
     text: str
-    starts_line: bool = False
     is_item: bool = False
 
 
@@ -57,7 +59,7 @@ class StatementStream:
         line_end = _LINE_END.search(self._pending)
         line = self._pending[: line_end.start()] if line_end else self._pending
         for end in sentence_ends(line):
-            if end < len(self._pending):
+            if self._pending[end:].strip():
                 return end
         return line_end.end() if line_end else None
 
@@ -68,7 +70,7 @@ class StatementStream:
         if not text:
             self._at_line_start = self._at_line_start or starts_line
             return []
-        return [Statement(text, starts_line, mark is not None)]
+        return [Statement(text, mark is not None)]
 
 
 def clean_statement(text: str) -> str:
@@ -80,14 +82,17 @@ def clean_statement(text: str) -> str:
 def sentence_ends(line: str) -> Iterator[int]:
     """Positions after which a new sentence may start. `Dr.`, `No. 4`, `14. März` and initials end none."""
     for match in _END.finditer(line):
-        before = line[: match.start()].split()
-        last = before[-1].lstrip("([\"'“‘«").casefold() if before else ""
-        is_period = match[0] == "."
-        is_short = last in _ABBREVIATIONS or (len(last) == 1 and last.isalpha()) or last.isdigit() and len(last) < 3
         rest = line[match.end() :].lstrip()
-        if is_period and rest and (is_short or rest[:1].islower()):
-            continue
-        yield match.end()
+        if match[0] != "." or not rest or not _goes_on(line[: match.start()].split(), rest):
+            yield match.end()
+
+
+def _goes_on(before: list[str], rest: str) -> bool:
+    """Whether the full stop between the words `before` and the `rest` is within a sentence."""
+    last = before[-1].lstrip("([\"'“‘«").casefold() if before else ""
+    if last.isdigit() and len(last) < 3:
+        return len(before) == 1 or rest.split()[0].strip(".,").casefold() in MONTHS
+    return rest[0].islower() or last in _ABBREVIATIONS or (len(last) == 1 and last.isalpha())
 
 
 def split_sentences(text: str) -> list[str]:
@@ -104,11 +109,19 @@ def page_sentences(text: str) -> list[str]:
     lines = [line.strip() for line in _WORD_BREAK.sub(r"\1", text).splitlines()]
     width = max((len(line) for line in lines), default=0)
     blocks: list[str] = []
-    joins = False
+    previous = ""
     for line in lines:
-        if joins and line and not _LIST_MARK.match(line):
+        if previous and line and _is_continued(previous, line, width):
             blocks[-1] += " " + line
         elif line:
             blocks.append(line)
-        joins = bool(line) and len(line) >= 0.7 * width and not line.endswith((".", "!", "?", ":"))
+        previous = line
     return [sentence for block in blocks for sentence in split_sentences(block)]
+
+
+def _is_continued(line: str, following: str, width: int) -> bool:
+    """Whether a line was broken because the next word did not fit."""
+    if line.endswith((".", "!", "?", ":")) or _LIST_MARK.match(following):
+        return False
+    is_full = len(line) + 1 + len(following.split()[0]) > 0.9 * width
+    return is_full and (width >= _MIN_PARAGRAPH_WIDTH or following[0].islower())

@@ -1,7 +1,7 @@
 """The pages that were read, as something in which a statement can be looked up.
 
-Of a page its text is kept, and an index says on which pages a term stands; the rest is worked out for the few pages that
-a statement may have been read on.
+Of a page its text is kept, and an index says on which pages a term stands; the rest is worked out for the few pages on
+which a statement may have been read.
 """
 
 import math
@@ -14,22 +14,21 @@ from mmserve.pipelines.sentences import page_sentences
 from mmserve.pipelines.terms import Term, terms_of
 from mmserve.pipelines.words import NEGATIONS, guess_language
 
-_NEAR = 6
-
 
 @dataclass(frozen=True)
 class SourceSentence:
-    """A sentence as it stands on a page; `keys` are of its terms that are no function words."""
+    """A sentence as it stands on a page; `keys` are of its terms but for function words, `first_key` of the first."""
 
     page: int
     text: str
     keys: frozenset[str]
+    first_key: str
     is_negated: bool
 
 
 @dataclass(frozen=True)
 class SourcePage:
-    """A page's terms: `keys` are all in order, `places` says where among them each stands."""
+    """A page's terms but for function words: `keys` are in order, `places` says where among them each stands."""
 
     number: int
     text: str
@@ -43,11 +42,13 @@ class SourcePage:
         """Whether the page has the term. A name must stand there as such, whatever its case."""
         return term.key in (self.words if term.kind == "name" else self.places)
 
-    def holds_near(self, term: Term, neighbours: Sequence[Term]) -> bool:
-        """Whether one of `neighbours`, if there are any, stands near the term somewhere on the page."""
+    def holds_near(self, term: Term, neighbours: Sequence[Term], *, distance: int) -> bool:
+        """Whether one of `neighbours`, if there are any, stands within `distance` terms of the term on the page."""
         wanted = index_keys(neighbours)
         return not wanted or any(
-            wanted.intersection(self.keys[max(place - _NEAR, 0) : place] + self.keys[place + 1 : place + _NEAR + 1])
+            wanted.intersection(
+                self.keys[max(place - distance, 0) : place] + self.keys[place + 1 : place + distance + 1]
+            )
             for key in index_keys([term])
             for place in self.places.get(key, ())
         )
@@ -64,19 +65,22 @@ def index_keys(terms: Iterable[Term]) -> set[str]:
 @lru_cache(maxsize=64)
 def _analyse(number: int, text: str) -> SourcePage:
     terms = terms_of(text)
+    keys = tuple(term.key for term in terms if term.kind != "function")
     places: dict[str, list[int]] = defaultdict(list)
-    for place, term in enumerate(terms):
-        places[term.key].append(place)
+    for place, key in enumerate(keys):
+        places[key].append(place)
     words = [term.text.casefold() for term in terms]
     sentences = tuple(_source_sentence(number, sentence) for sentence in page_sentences(text))
-    keys = tuple(term.key for term in terms)
     return SourcePage(number, text, sentences, keys, dict(places), frozenset(words), guess_language(words))
 
 
 def _source_sentence(page: int, text: str) -> SourceSentence:
     terms = terms_of(text)
-    keys = frozenset(term.key for term in terms if term.kind != "function")
-    return SourceSentence(page, text, keys, any(term.text.casefold() in NEGATIONS for term in terms))
+    keys = [term.key for term in terms if term.kind != "function"]
+    first_key = keys[0] if keys else ""
+    return SourceSentence(
+        page, text, frozenset(keys), first_key, any(term.text.casefold() in NEGATIONS for term in terms)
+    )
 
 
 class Sources:

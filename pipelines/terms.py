@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmserve.pipelines.words import (
@@ -11,34 +11,39 @@ from mmserve.pipelines.words import (
     MONTHS,
     NEGATIONS,
     NUMERALS,
-    PERCENT_WORDS,
 )
 
 TermKind = Literal["number", "name", "word", "function"]
 
 _TOKEN = re.compile(
     r"(?P<code>[^\W\d_]{1,6}-?\d[^\W_]*(?:-[^\W_]+)*)"
-    r"|(?P<number>\d+(?:[.,:/-]\d+)*)(?P<percent>\s?[%‰])?"
+    r"|(?P<number>\d+(?:[.,:/-]\d+)*)(?P<percent>\s?[%‰]|\s(?:per\s?cent|prozent|pour\s?cent|procent)\b)?"
     r"|(?P<word>[^\W\d_]+(?:['’][^\W\d_]+)*)"
-    r"|(?P<break>[^\w\s'’&])"
+    r"|(?P<break>[^\w\s'’&-])",
+    re.IGNORECASE,
 )
 _GROUPED = re.compile(r"\d{1,3}(?:[.,]\d{3})+")
 _DECIMAL = re.compile(r"(\d+(?:[.,]\d{3})*)[.,](\d{1,2})")
 _WITHOUT_SPACES = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-_SUFFIXES = tuple(
-    "ations ation ments ment ings ions ing ion ies ied als al ed es er en em ly e s n y".split()
+_SUFFIXES = (
+    *("ations", "ation", "ments", "ment", "ings", "ions", "ing", "ion", "ies", "ied"),
+    *("als", "al", "ed", "es", "er", "en", "em", "ly", "e", "s", "n", "y"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """`key` is what two spellings of the same thing share. `is_capital` is of a word, `after_break` of punctuation."""
+    """`key` is what two spellings of the same thing share. `after_break`: punctuation other than a hyphen precedes it.
+
+    `follows_number`: the word stands right after a number, as its unit does.
+    """
 
     key: str
     kind: TermKind
     text: str
     is_capital: bool = False
     after_break: bool = True
+    follows_number: bool = False
 
 
 def terms_of(text: str) -> list[Term]:
@@ -72,9 +77,7 @@ def _words(word: str, after_break: bool) -> Iterator[Term]:
         return
     word = re.sub(r"['’]s?$|['’]s\b", "", word)
     folded = word.casefold()
-    if folded in PERCENT_WORDS:
-        yield Term("%", "number", word, after_break=after_break)
-    elif folded in NUMERALS:
+    if folded in NUMERALS:
         yield Term(NUMERALS[folded], "number", word, after_break=after_break)
     elif folded in ALL_FUNCTION_WORDS or folded in NEGATIONS or len(folded) < 2:
         yield Term(folded, "function", word, is_capital=word[:1].isupper(), after_break=after_break)
@@ -116,11 +119,18 @@ def claims_of(text: str) -> list[Term]:
     A capitalised word is a name; the first one only if a capitalised word follows it.
     """
     terms = terms_of(text)
-    claims = []
-    for index, term in enumerate(terms):
-        if term.kind == "function" or (term.kind == "word" and term.text.casefold() in CONNECTING_WORDS):
-            continue
-        follows = index + 1 < len(terms) and terms[index + 1].is_capital and not terms[index + 1].after_break
-        is_name = term.is_capital and (index > 0 or follows)
-        claims.append(Term(term.text.casefold(), "name", term.text, True, term.after_break) if is_name else term)
-    return claims
+    return [_as_claim(terms, index) for index, term in enumerate(terms) if _claims_something(term)]
+
+
+def _claims_something(term: Term) -> bool:
+    return term.kind != "function" and not (term.kind == "word" and term.text.casefold() in CONNECTING_WORDS)
+
+
+def _as_claim(terms: list[Term], index: int) -> Term:
+    term = terms[index]
+    following = terms[index + 1] if index + 1 < len(terms) else None
+    is_followed = following is not None and following.is_capital and not following.after_break
+    if term.is_capital and term.kind == "word" and (index > 0 or is_followed):
+        return replace(term, key=term.text.casefold(), kind="name")
+    follows_number = index > 0 and terms[index - 1].kind == "number" and not term.after_break
+    return replace(term, follows_number=follows_number and term.kind == "word")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from mmserve.errors import DocumentError
 from mmserve.vision.page_types import PageLimits
@@ -39,6 +39,15 @@ _DECODE_ERRORS = (
     EOFError,
     RuntimeError,
 )
+_TO_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 RGB = npt.NDArray[np.uint8]
 
 
@@ -50,9 +59,14 @@ class ImageFile:
         self._name = name
         self._limits = limits
         self._image = self._open(path, media_type)
-        self._frames = self._find_frames() if media_type == "image/tiff" else [0]
+        try:
+            self._check_size(self._image)
+            self._frames = self._find_frames() if media_type == "image/tiff" else [0]
+            self.notes = self._frame_notes(media_type)
+        except DocumentError:
+            self.close()
+            raise
         self.num_pages = len(self._frames)
-        self.notes = self._frame_notes(media_type)
 
     def _open(self, path: Path, media_type: str) -> Image.Image:
         if media_type == "image/heic":
@@ -62,9 +76,7 @@ class ImageFile:
         # sizes are checked here, against the limits of this reader
         Image.MAX_IMAGE_PIXELS = None
         with self._decoding("it cannot be opened"):
-            image = Image.open(path, formats=[_FORMATS[media_type], *(["MPO"] if media_type == "image/jpeg" else [])])
-        self._check_size(image)
-        return image
+            return Image.open(path, formats=[_FORMATS[media_type], *(["MPO"] if media_type == "image/jpeg" else [])])
 
     def size(self, number: int) -> tuple[int, int]:
         """Width and height of a page in pixels, upright."""
@@ -149,15 +161,17 @@ def normalise(image: Image.Image, max_pixels: int) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation 1 to 8; anything else, or EXIF that cannot be read, is no orientation."""
     try:
-        value = image.getexif().get(_ORIENTATION, 1)
-    except Exception:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = image.getexif().get(_ORIENTATION, 1)
+    except _DECODE_ERRORS:
         return 1
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    image.getexif()[_ORIENTATION] = orientation
-    return ImageOps.exif_transpose(image)
+    transpose = _TO_UPRIGHT.get(orientation)
+    return image if transpose is None else image.transpose(transpose)
 
 
 def _fit(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
@@ -173,29 +187,32 @@ def _to_common_mode(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
         return _eight_bits(image)
     if image.has_transparency_data:
-        return image.convert("RGBA")
+        return image if image.mode == "RGBA" else image.convert("RGBA")
     if image.mode == "LAB":
         return image.getchannel("L")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    if image.mode in ("L", "RGB"):
+        return image
+    return image.convert("L" if image.mode == "1" else "RGB")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
     """Deep grey scaled, not clipped: 16 bits by their range, 32 bits and floats by what they hold."""
-    values = np.asarray(image).astype(np.float32)
-    low, high = 0.0, 65535.0
-    if not image.mode.startswith("I;16") and not (values.min() >= 0 and 255 < values.max() <= 65535):
-        low, high = _float_range(values)
-    grey = np.clip((np.nan_to_num(values) - low) * (255.0 / max(high - low, 1e-12)), 0, 255)
-    tags: Any = getattr(image, "tag_v2", {})
-    is_white_zero = image.mode.startswith("I;16") and tags.get(_PHOTOMETRIC) == 0
-    return Image.fromarray((255 - grey if is_white_zero else grey).round().astype(np.uint8))
+    values = np.asarray(image)
+    if image.mode.startswith("I;16"):
+        grey = (values >> 8).astype(np.uint8)
+        tags: Any = getattr(image, "tag_v2", {})
+        is_white_zero = tags.get(_PHOTOMETRIC) == 0
+        return Image.fromarray(~grey if is_white_zero else grey)
+    low, high = _range(values)
+    grey = np.clip((np.nan_to_num(values) - low) * (255.0 / max(high - low, 1e-12)), 0, 255).round().astype(np.uint8)
+    return Image.fromarray(grey)
 
 
-def _float_range(values: npt.NDArray[np.float32]) -> tuple[float, float]:
+def _range(values: npt.NDArray[Any]) -> tuple[float, float]:
+    """Black and white: 0 and the usual largest value where all fits below it, else what is there."""
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    if low >= 0 and high <= 1:
-        return 0.0, 1.0
-    return (0.0, 255.0) if low >= 0 and high <= 255 else (low, high)
+    white = next((white for white in (1.0, 255.0, 65535.0) if high <= white), high)
+    return (0.0, white) if low >= 0 else (low, high)
 
 
 def _on_white(image: Image.Image) -> Image.Image:

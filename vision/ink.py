@@ -1,9 +1,12 @@
 """Whether anything is on a page at all."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+Box = tuple[float, float, float, float]
 _MAX_PIXELS = 1_000_000
 _PATCH = 32
 _CONTRAST = 28
@@ -11,13 +14,19 @@ _CONTRAST = 28
 _MIN_INK_PIXELS = 3
 
 
-def ink_share(pixels: npt.NDArray[np.uint8]) -> float:
-    """The share of pixels that differ from the paper around them; dust and uneven light do not count."""
+def ink_share(pixels: npt.NDArray[np.uint8], ignored: Sequence[Box] = ()) -> float:
+    """The share of pixels that differ from the paper around them; dust and uneven light do not count.
+
+    `ignored` boxes are left, top, right, bottom in pixels.
+    """
     grey = Image.fromarray(pixels).convert("L")
     factor = int(np.ceil(np.sqrt(max(1.0, grey.width * grey.height / _MAX_PIXELS))))
     grey = grey.reduce(factor) if factor > 1 else grey
     values = np.asarray(grey, dtype=np.float32)
     ink = np.abs(values - _paper(values)) > _CONTRAST
+    for box in ignored:
+        left, top, right, bottom = (max(0, int(side / factor)) for side in box)
+        ink[top : bottom + 1, left : right + 1] = False
     solid = ink[1:, 1:] & ink[:-1, 1:] & ink[1:, :-1] & ink[:-1, :-1]
     count = int(solid.sum()) if solid.size else 0
     return count / solid.size if count >= _MIN_INK_PIXELS else 0.0

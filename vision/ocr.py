@@ -5,7 +5,8 @@ import logging
 import os
 import shutil
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 from mmserve.errors import SetupError
 from mmserve.vision.page_types import OcrName
-from mmserve.vision.reading_order import Line
+from mmserve.vision.reading_order import Line, are_mostly_upright_strips
 
 RGB = npt.NDArray[np.uint8]
 # the detector's input; finds 5 pt print on A4. Peak of a process on one A4 page at 200 dpi: 340 MB, at 1280 380 MB
@@ -100,31 +101,21 @@ class RapidOcrEngine:
         logging.getLogger("RapidOCR").disabled = True
 
     def read(self, pixels: RGB) -> OcrText:
-        """Turns a page that lies on its side or stands on its head, which only the lines themselves tell."""
-        pixels, scale = _bring_to_size(pixels)
-        best, is_sideways = self._read_as_it_is(pixels)
-        turns = [1, 3] if is_sideways else [2] if best.lines and best.confidence < _UPRIGHT_ENOUGH else []
-        for quarter_turns in turns:
-            turned, _ = self._read_as_it_is(np.rot90(pixels, quarter_turns), quarter_turns)
-            best = max(best, turned, key=lambda text: text.confidence * (0.9 if is_sideways and text is best else 1))
-            if best.confidence >= _SURE and best.quarter_turns:
-                break
-        return OcrText(tuple(_scaled(line, 1 / scale) for line in best.lines), best.confidence, best.quarter_turns)
+        return _read_upright(self._read_as_it_is, pixels)
 
     def read_line(self, pixels: RGB) -> str:
         result = self._engine(_bgr(pixels), use_det=False, use_cls=False, use_rec=True)
         return " ".join(result.txts or ())
 
-    def _read_as_it_is(self, pixels: RGB, quarter_turns: int = 0) -> tuple[OcrText, bool]:
+    def _read_as_it_is(self, pixels: RGB) -> OcrText:
         result = self._engine(_bgr(pixels), use_det=True, use_cls=False, use_rec=True)
         if getattr(result, "txts", None) is None or result.boxes is None:
-            return OcrText(quarter_turns=quarter_turns), False
+            return OcrText()
         quads = np.asarray(result.boxes, dtype=np.float64)
         weights = [len(text) for text in result.txts]
         confidence = float(np.average(result.scores, weights=weights)) if sum(weights) else 0.0
-        is_sideways = _are_mostly_upright_strips(quads)
         lines = _deskewed_lines(quads, result.txts)
-        return OcrText(tuple(lines), confidence, quarter_turns), is_sideways
+        return OcrText(tuple(lines), confidence)
 
 
 class TesseractEngine:
@@ -137,20 +128,19 @@ class TesseractEngine:
         self._tesseract: Any = pytesseract
         self._timeout = timeout
         installed = pytesseract.get_languages()
-        self._can_orient = "osd" in installed
         languages = sorted(set(installed) - {"osd", "equ", "snum"}, key=lambda language: (language != "eng", language))
         if not languages:
             raise SetupError("missing_dependency", "tesseract has no language: apt install tesseract-ocr-eng")
         self._languages = "+".join(languages[:_MAX_TESSERACT_LANGUAGES])
 
     def read(self, pixels: RGB) -> OcrText:
-        pixels, scale = _bring_to_size(pixels)
-        words = self._words(pixels, "--psm 1" if self._can_orient else "--psm 3")
-        lines = [_line_of_words(group) for group in words]
+        return _read_upright(self._read_as_it_is, pixels)
+
+    def _read_as_it_is(self, pixels: RGB) -> OcrText:
+        words = self._words(pixels, "--psm 3")
         confidences = [float(word["conf"]) / 100 for group in words for word in group]
-        return OcrText(
-            tuple(_scaled(line, 1 / scale) for line in lines), statistics.fmean(confidences) if confidences else 0.0
-        )
+        confidence = statistics.fmean(confidences) if confidences else 0.0
+        return OcrText(tuple(_line_of_words(group) for group in words), confidence)
 
     def read_line(self, pixels: RGB) -> str:
         padded = np.pad(pixels, ((8, 8), (8, 8), (0, 0)), mode="edge")
@@ -171,6 +161,22 @@ class TesseractEngine:
             if text.strip() and float(word["conf"]) >= 30:
                 groups.setdefault((word["block_num"], word["par_num"], word["line_num"]), []).append(word)
         return list(groups.values())
+
+
+def _read_upright(read_as_it_is: Callable[[RGB], OcrText], pixels: RGB) -> OcrText:
+    """Turns a page that lies on its side or stands on its head, which only the lines themselves tell."""
+    pixels, scale = _bring_to_size(pixels)
+    best = read_as_it_is(pixels)
+    is_sideways = are_mostly_upright_strips(best.lines)
+    is_unsure = bool(best.lines) and best.confidence < _UPRIGHT_ENOUGH
+    for quarter_turns in (1, 3) if is_sideways else (2,) if is_unsure else ():
+        turned = read_as_it_is(np.rot90(pixels, quarter_turns))
+        is_better = turned.confidence > best.confidence or (is_sideways and best.quarter_turns == 0)
+        if turned.lines and is_better and not are_mostly_upright_strips(turned.lines):
+            best = replace(turned, quarter_turns=quarter_turns)
+        if best.quarter_turns and best.confidence >= _SURE:
+            break
+    return replace(best, lines=tuple(_scaled(line, 1 / scale) for line in best.lines))
 
 
 def _model(folder: Path, pattern: str) -> str:
@@ -199,13 +205,6 @@ def _bring_to_size(pixels: RGB) -> tuple[RGB, float]:
 
 def _scaled(line: Line, factor: float) -> Line:
     return Line(line.text, line.left * factor, line.top * factor, line.right * factor, line.bottom * factor)
-
-
-def _are_mostly_upright_strips(quads: npt.NDArray[np.float64]) -> bool:
-    """Lines of a page that lies on its side are higher than wide. `quads` [lines, 4 corners from top left, 2]."""
-    widths = np.linalg.norm(quads[:, 1] - quads[:, 0], axis=1)
-    heights = np.linalg.norm(quads[:, 3] - quads[:, 0], axis=1)
-    return bool(np.sum(heights[heights > 1.5 * widths]) > 0.6 * np.sum(np.maximum(widths, heights)))
 
 
 def _deskewed_lines(quads: npt.NDArray[np.float64], texts: tuple[str, ...]) -> list[Line]:

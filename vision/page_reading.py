@@ -29,15 +29,17 @@ _MAX_BACKWARD_SHARE = 0.3
 _LITTLE_TEXT = 25
 _BARE_IMAGE_SHARE = 0.12
 _NEARLY_BLANK = 0.002
+_RUN_MARGIN = 3.0
 _MIN_AGREEMENT = 0.5
 _NUM_SAMPLES = 4
-_MAX_IMAGE_BYTES_PER_PIXEL = 4
+# an embedded picture may have more pixels than a page is rendered with: large-format scans in black and white do
+_EMBEDDED_PIXELS_FACTOR = 4
 
 NOTE_HIDDEN = "{} characters of text that cannot be seen on the page were left out."
 NOTE_LAYER_CONTRADICTS = "The invisible text over the scan does not say what the scan shows; the scan was read."
 NOTE_UNREADABLE_LAYER = "The text layer is garbled (a wrong character map)"
 NOTE_PARTLY_OCR = "Pictures on the page were read by OCR."
-NOTE_NO_OCR = "The page is a picture, and OCR is off."
+NOTE_NO_OCR = "The page is a picture, and OCR is off or not installed."
 NOTE_NOTHING_READ = "No text was found in the picture."
 NOTE_UNSURE = "OCR is unsure of this page."
 NOTE_TURNED = "The page was turned upright for reading."
@@ -66,7 +68,7 @@ def read_image_page(image: ImageFile, number: int, ocr: OcrAccess) -> Page:
 
 def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callable[[], RGB], limits: PageLimits) -> Page:
     """`render` gives the page's pixels for OCR. Raises `DocumentError`, and what `ocr` raises."""
-    content = inspect(page, max_image_bytes=_MAX_IMAGE_BYTES_PER_PIXEL * limits.max_pixels)
+    content = inspect(page, max_image_pixels=_EMBEDDED_PIXELS_FACTOR * limits.max_pixels)
     hidden = leave_out_hidden(page, content)
     found = Page(number, width=page.width, height=page.height)
     if hidden.num_hidden_characters:
@@ -79,6 +81,8 @@ def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callabl
     if hidden.scan_layer and not _layer_agrees(page, hidden, render, ocr):
         return _read_picture(replace(found, notes=(*found.notes, NOTE_LAYER_CONTRADICTS)), render(), ocr)
     found = replace(found, text=text, source="text_layer")
+    if hidden.scan_layer:
+        return found
     return _add_pictures(page, content, found, render, ocr)
 
 
@@ -104,7 +108,7 @@ def _read_textless(page: PdfPage, found: Page, render: Callable[[], RGB], ocr: O
 
 def _read_garbled(found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}, and OCR is off."))
+        return replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}, and OCR is off or not installed."))
     ocr.engine()
     found = replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}; the page was read by OCR."))
     return _read_picture(found, render(), ocr)
@@ -176,19 +180,17 @@ def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Call
 
 def _may_have_more(page: PdfPage, content: PageContent, found: Page) -> bool:
     if content.images and uncovered_image_share(page, content.images, page.runs()) >= _BARE_IMAGE_SHARE:
-        return True
-    return len(found.text) < _LITTLE_TEXT and _has_other_ink(page)
+        return _other_ink_share(page) > _NEARLY_BLANK
+    return len(found.text) < _LITTLE_TEXT and _other_ink_share(page) > 0.0
 
 
-def _has_other_ink(page: PdfPage) -> bool:
-    """Whether more than the text layer's own lines is drawn: text as outlines, say."""
+def _other_ink_share(page: PdfPage) -> float:
+    """How much is drawn besides the text layer's own lines: text as outlines, say, or in a picture."""
     scale = page.scale_for(_BLANK_DPI, OCR_PIXELS)
-    preview = page.render(scale)
-    for run in page.runs():
-        top, bottom = int((run.top - 3) * scale), int((run.bottom + 3) * scale) + 1
-        left, right = int((run.left - 3) * scale), int((run.right + 3) * scale) + 1
-        preview[max(0, top) : max(0, bottom), max(0, left) : max(0, right)] = 255
-    return ink.ink_share(preview) > 0.0
+    margin = _RUN_MARGIN
+    own = [(run.left - margin, run.top - margin, run.right + margin, run.bottom + margin) for run in page.runs()]
+    boxes = [(left * scale, top * scale, right * scale, bottom * scale) for left, top, right, bottom in own]
+    return ink.ink_share(page.render(scale), boxes)
 
 
 def _to_points(line: Line, scale: float) -> Line:

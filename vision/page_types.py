@@ -27,7 +27,7 @@ class PageLimits:
     max_pages: int = 2000
     max_pixels: int = 70_000_000
     page_timeout: float = 60.0
-    worker_memory_bytes: int = 1536 * MIB
+    worker_memory_bytes: int = 1024 * MIB
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_pages", "max_pixels", "page_timeout", "worker_memory_bytes"):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from pypdfium2 import PdfiumError
+
 from mmserve.errors import DocumentError, MMServeError
 from mmserve.vision.image import ImageFile
 from mmserve.vision.ocr import RGB, OcrEngine, choose_engine, load_engine
@@ -21,8 +23,10 @@ from mmserve.vision.process_memory import give_back_memory, heap_bytes, keep_hea
 from mmserve.vision.sniff import PDF_TYPE
 
 _MAX_OPEN_DOCUMENTS = 2
+_MAX_KEPT_PIXELS = 20_000_000
 _PARENT_CHECK_SECONDS = 2.0
 _BATCH_SECONDS = 1.0
+_NICENESS = 10
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class PageWorker:
         try:
             file = self._file(document.path, document.name, document.media_type)
             if isinstance(file, ImageFile):
-                return read_image_page(file, number, ocr)
+                return self._read_image(file, number, ocr)
             settings = RenderSettings(
                 dpi=self._options.dpi, max_pixels=OCR_PIXELS, renderer=self._options.renderer_in_use
             )
@@ -98,9 +102,18 @@ class PageWorker:
             return None
         except MMServeError as error:
             return Page(number, problem=error)
+        except PdfiumError:
+            return Page(number, problem=DocumentError("corrupt_document", f"page {number} is damaged"))
         except MemoryError:
             message = f"page {number} takes more memory than one page may"
             return Page(number, problem=DocumentError("page_too_large", message))
+
+    def _read_image(self, image: ImageFile, number: int, ocr: OcrAccess) -> Page:
+        """A large picture is not kept open: it would keep its pixels."""
+        page = read_image_page(image, number, ocr)
+        if page.width * page.height > _MAX_KEPT_PIXELS:
+            self.close()
+        return page
 
     def _file(self, path: Path, name: str, media_type: str) -> PdfFile | ImageFile:
         """An open file, from the few that were used last."""
@@ -141,19 +154,22 @@ def _render(file: PdfFile, path: Path, number: int, settings: RenderSettings) ->
         scale = page.scale_for(settings.dpi, settings.max_pixels)
         if settings.renderer == "pdfium":
             return page.render(scale)
-        size = max(1, round(page.width * scale)), max(1, round(page.height * scale))
-    return render_with_poppler(path, number, size)
+    return render_with_poppler(path, number, 72 * scale)
 
 
 _worker: PageWorker | None = None
 
 
 def start_worker(limits: PageLimits, options: PageOptions, num_ocr_threads: int) -> None:
-    """Set this process up as a page worker: its memory bounded, its life bound to its parent's."""
+    """Set this process up as a page worker: behind the engine, its memory bounded, its life bound to its parent's."""
     global _worker
+    # The engine's threads wait for one another many times a step: a reader that holds a core back stalls them all.
+    os.nice(_NICENESS)
     keep_heap_small()
-    bound = heap_bytes() + limits.worker_memory_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    own = heap_bytes()
+    if own is not None:
+        bound = own + limits.worker_memory_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     _worker = PageWorker(limits, options, num_ocr_threads)
 

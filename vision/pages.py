@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +71,7 @@ class PageReader:
             raise _naming(error, name) from None
         return replace(document, num_pages=opened.num_pages, attachments=opened.attachments, notes=opened.notes)
 
-    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncIterator[Page]:
+    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncGenerator[Page]:
         """Pages in the order of `selection` (1-based numbers, all by default), a few read ahead.
 
         A page that cannot be read comes as a `Page` with its `problem`; the rest still come.

@@ -21,6 +21,9 @@ _HEADER_WINDOW = 1024
 _WRONG_PASSWORD = 4
 _DRAWN_ANNOTATIONS = (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP)
 _MAX_ANNOTATIONS = 2000
+# pdfium maps to whole device pixels: a hundred to the point, measured over 100 points
+_UNITS, _SPAN = 100, 100.0
+_UNICODE_SAMPLES = 100
 RGB = npt.NDArray[np.uint8]
 
 
@@ -75,7 +78,8 @@ class PdfPage:
         self.raw = page
         self.width: float = page.get_width()
         self.height: float = page.get_height()
-        self.to_view = _view_transform(page, self.width, self.height)
+        self._to_view = _view_transform(page, self.width, self.height)
+        self._textpage: Any = None
 
     def __enter__(self) -> "PdfPage":
         return self
@@ -88,30 +92,31 @@ class PdfPage:
         """Whether `/Rotate` lays the page on its side."""
         return bool(self.raw.get_rotation() % 180)
 
+    @property
+    def textpage(self) -> Any:
+        """pdfium's reading of the text layer, kept until `forget_text`."""
+        if self._textpage is None:
+            self._textpage = self.raw.get_textpage()
+        return self._textpage
+
+    def forget_text(self) -> None:
+        """To be called when objects were switched on or off."""
+        if self._textpage is not None:
+            self._textpage.close()
+            self._textpage = None
+
     def text(self) -> str:
         """The text layer inside the page's box, in the order of the content stream."""
-        textpage = self.raw.get_textpage()
-        try:
-            return str(textpage.get_text_bounded())
-        finally:
-            textpage.close()
+        return str(self.textpage.get_text_bounded())
 
     def runs(self) -> list[Line]:
-        """Places of the runs of text, without their text: much cheaper than `lines`."""
-        textpage = self.raw.get_textpage()
-        try:
-            rects = [textpage.get_rect(index) for index in range(textpage.count_rects())]
-        finally:
-            textpage.close()
+        """Places of the runs of text, without their text: much cheaper than `characters`."""
+        rects = [self.textpage.get_rect(index) for index in range(self.textpage.count_rects())]
         return [Line("", *self.view_box(*rect)) for rect in rects]
 
     def characters(self) -> list[PlacedCharacter]:
         """Characters inside the page's box, in the order of the content stream; much dearer than `text`."""
-        textpage = self.raw.get_textpage()
-        try:
-            placed = [self._place(textpage, index) for index in range(textpage.count_chars())]
-        finally:
-            textpage.close()
+        placed = [self._place(self.textpage, index) for index in range(self.textpage.count_chars())]
         return [one for one in placed if one.box is None or self._is_inside(one.box)]
 
     def _place(self, textpage: Any, index: int) -> PlacedCharacter:
@@ -128,20 +133,17 @@ class PdfPage:
 
     def has_unmapped_text(self) -> bool:
         """Whether pdfium itself found no Unicode for a tenth of the characters."""
-        textpage = self.raw.get_textpage()
-        try:
-            count = textpage.count_chars()
-            sample = range(0, count, max(1, count // 200))
-            errors = sum(pdfium.FPDFText_HasUnicodeMapError(textpage, index) == 1 for index in sample)
-        finally:
-            textpage.close()
+        count = self.textpage.count_chars()
+        sample = range(0, count, max(1, count // _UNICODE_SAMPLES))
+        errors = sum(pdfium.FPDFText_HasUnicodeMapError(self.textpage, index) == 1 for index in sample)
         return bool(errors > 0.1 * len(sample))
 
     def view_box(self, left: float, bottom: float, right: float, top: float) -> tuple[float, float, float, float]:
         """A box in the page's own coordinates -> left, top, right, bottom in the view."""
-        corners = np.array([[left, bottom, 1], [right, bottom, 1], [left, top, 1], [right, top, 1]]) @ self.to_view
-        (x0, y0), (x1, y1) = corners.min(axis=0), corners.max(axis=0)
-        return float(x0), float(y0), float(x1), float(y1)
+        a, b, c, d, e, f = self._to_view
+        xs = a * left + c * bottom + e, a * right + c * top + e
+        ys = b * left + d * bottom + f, b * right + d * top + f
+        return min(xs), min(ys), max(xs), max(ys)
 
     def scale_for(self, dpi: float, max_pixels: int) -> float:
         """Pixels per point at `dpi`, less where the page would have more than `max_pixels`."""
@@ -204,15 +206,14 @@ def _annotation_subtype(page: Any, index: int) -> int:
         pdfium.FPDFPage_CloseAnnot(annotation)
 
 
-def _view_transform(page: Any, width: float, height: float) -> npt.NDArray[np.float64]:
-    """[3, 2]: a row (x, y, 1) of the page's coordinates times this is a point of the view, y down."""
-    unit, span = 1000, 100.0
+def _view_transform(page: Any, width: float, height: float) -> tuple[float, float, float, float, float, float]:
+    """(a, b, c, d, e, f): the page's (x, y) is (a x + c y + e, b x + d y + f) in the view, y down."""
+    size = math.ceil(width * _UNITS), math.ceil(height * _UNITS)
 
-    def to_device(x: float, y: float) -> tuple[float, float]:
+    def to_view(x: float, y: float) -> tuple[float, float]:
         device_x, device_y = ctypes.c_int(), ctypes.c_int()
-        size = math.ceil(width * unit / 10), math.ceil(height * unit / 10)
         pdfium.FPDF_PageToDevice(page, 0, 0, *size, 0, x, y, device_x, device_y)
-        return device_x.value * 10 / unit, device_y.value * 10 / unit
+        return device_x.value / _UNITS, device_y.value / _UNITS
 
-    origin, right, up = np.array(to_device(0, 0)), np.array(to_device(span, 0)), np.array(to_device(0, span))
-    return np.stack([(right - origin) / span, (up - origin) / span, origin])
+    (e, f), (right_x, right_y), (up_x, up_y) = to_view(0, 0), to_view(_SPAN, 0), to_view(0, _SPAN)
+    return (right_x - e) / _SPAN, (right_y - f) / _SPAN, (up_x - e) / _SPAN, (up_y - f) / _SPAN, e, f

@@ -53,17 +53,17 @@ class HiddenText:
     scan_layer: tuple[Line, ...] = ()
 
 
-def inspect(page: PdfPage, *, max_image_bytes: int) -> PageContent:
+def inspect(page: PdfPage, *, max_image_pixels: int) -> PageContent:
     """Raises `DocumentError` (`page_too_large`) for an embedded picture that would decode to more."""
     texts: list[TextObject] = []
     images: list[Box] = []
     covers: list[tuple[int, Box]] = []
-    for raw, kind, matrix in _walk(page.raw, np.eye(3), 0, [_MAX_OBJECTS]):
+    for raw, kind, matrix in _walk(page.raw, None, 0, [_MAX_OBJECTS]):
         box = _view_box(page, raw, matrix)
         if kind == pdfium.FPDF_PAGEOBJ_TEXT:
             texts.append(_text_object(raw, box))
         elif kind == pdfium.FPDF_PAGEOBJ_IMAGE:
-            _check_image(raw, max_image_bytes)
+            _check_image(raw, max_image_pixels)
             images.append(box)
             covers.append((len(texts), box))
         elif kind == pdfium.FPDF_PAGEOBJ_PATH and texts and len(covers) < _MAX_COVERS and _is_filled(raw):
@@ -79,9 +79,11 @@ def leave_out_hidden(page: PdfPage, content: PageContent) -> HiddenText:
     suspects = [text for text in content.texts if text.is_suspect]
     if not suspects:
         return HiddenText()
+    # pdfium gives the strings of objects only while they are on
+    strings = {id(text): _object_text(page.textpage, text.raw) for text in suspects}
     scale = page.scale_for(_CHECK_DPI, _CHECK_PIXELS)
     before = page.render(scale)
-    _activate(suspects, False)
+    _activate(page, suspects, False)
     after = page.render(scale)
     tiny_is_usual = all(text.is_tiny for text in content.texts)
     hidden: list[TextObject] = []
@@ -93,10 +95,9 @@ def leave_out_hidden(page: PdfPage, content: PageContent) -> HiddenText:
             continue
         over_scan = not leaves_trace and any(_covers(image, text.box) for image in content.images)
         (layer if over_scan and _has_contrast(before[region]) else hidden).append(text)
-    extracted = _extract_with(page, suspects)
-    _activate([text for text in suspects if text not in hidden], True)
-    num_hidden = sum(len(extracted[id(text)].strip()) for text in hidden)
-    return HiddenText(num_hidden, tuple(Line(extracted[id(text)].strip(), *text.box) for text in layer))
+    _activate(page, [text for text in suspects if text not in hidden], True)
+    num_hidden = sum(len(strings[id(text)].strip()) for text in hidden)
+    return HiddenText(num_hidden, tuple(Line(strings[id(text)].strip(), *text.box) for text in layer))
 
 
 def uncovered_image_share(page: PdfPage, images: tuple[Box, ...], runs: list[Line]) -> float:
@@ -120,8 +121,10 @@ def _cells(page: PdfPage, box: Box, margin: int = 0) -> tuple[slice, slice]:
     return slice(max(top - margin, 0), bottom + 1 + margin), slice(max(left - margin, 0), right + 1 + margin)
 
 
-def _walk(container: Any, matrix: Matrix, depth: int, budget: list[int]) -> Iterator[tuple[Any, int, Matrix]]:
-    """Objects in drawing order, with the matrix of the form that they are in."""
+def _walk(
+    container: Any, matrix: Matrix | None, depth: int, budget: list[int]
+) -> Iterator[tuple[Any, int, Matrix | None]]:
+    """Objects in drawing order, with the matrix of the form that they are in (None on the page itself)."""
     count, get = (
         (pdfium.FPDFFormObj_CountObjects, pdfium.FPDFFormObj_GetObject)
         if depth
@@ -134,7 +137,8 @@ def _walk(container: Any, matrix: Matrix, depth: int, budget: list[int]) -> Iter
         raw = get(container, index)
         kind = pdfium.FPDFPageObj_GetType(raw)
         if kind == pdfium.FPDF_PAGEOBJ_FORM and depth < _MAX_DEPTH:
-            yield from _walk(raw, _matrix(raw) @ matrix, depth + 1, budget)
+            own = _matrix(raw)
+            yield from _walk(raw, own if matrix is None else own @ matrix, depth + 1, budget)
         else:
             yield raw, kind, matrix
 
@@ -146,11 +150,13 @@ def _matrix(raw: Any) -> Matrix:
     return np.array([[values.a, values.b, 0], [values.c, values.d, 0], [values.e, values.f, 1]], dtype=np.float64)
 
 
-def _view_box(page: PdfPage, raw: Any, matrix: Matrix) -> Box:
+def _view_box(page: PdfPage, raw: Any, matrix: Matrix | None) -> Box:
     left, bottom, right, top = (ctypes.c_float() for _ in range(4))
     if not pdfium.FPDFPageObj_GetBounds(raw, left, bottom, right, top):
         return (0.0, 0.0, 0.0, 0.0)
     x0, y0, x1, y1 = left.value, bottom.value, right.value, top.value
+    if matrix is None:
+        return page.view_box(x0, y0, x1, y1)
     corners = np.array([[x0, y0, 1], [x1, y0, 1], [x0, y1, 1], [x1, y1, 1]]) @ matrix
     low, high = corners.min(axis=0), corners.max(axis=0)
     return page.view_box(float(low[0]), float(low[1]), float(high[0]), float(high[1]))
@@ -196,31 +202,20 @@ def _is_filled(raw: Any) -> bool:
     return bool(pdfium.FPDFPath_GetDrawMode(raw, fill, stroke)) and fill.value != pdfium.FPDF_FILLMODE_NONE
 
 
-def _check_image(raw: Any, max_image_bytes: int) -> None:
+def _check_image(raw: Any, max_image_pixels: int) -> None:
     width, height = ctypes.c_uint(), ctypes.c_uint()
     if not pdfium.FPDFImageObj_GetImagePixelSize(raw, width, height):
         return
-    if width.value * height.value > max_image_bytes:
+    if width.value * height.value > max_image_pixels:
         raise DocumentError(
             "page_too_large", f"the page holds a picture of {width.value} x {height.value} pixels: scale it down"
         )
 
 
-def _activate(texts: list[TextObject], active: bool) -> None:
+def _activate(page: PdfPage, texts: list[TextObject], active: bool) -> None:
     for text in texts:
         pdfium.FPDFPageObj_SetIsActive(text.raw, active)
-
-
-def _extract_with(page: PdfPage, texts: list[TextObject]) -> dict[int, str]:
-    """The strings of text objects by their `id`; pdfium gives them only for objects that are on."""
-    _activate(texts, True)
-    textpage = page.raw.get_textpage()
-    try:
-        extracted = {id(text): _object_text(textpage, text.raw) for text in texts}
-    finally:
-        textpage.close()
-    _activate(texts, False)
-    return extracted
+    page.forget_text()
 
 
 def _object_text(textpage: Any, raw: Any) -> str:

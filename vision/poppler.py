@@ -17,14 +17,14 @@ def check_poppler() -> None:
         raise SetupError("missing_dependency", "poppler is not installed: apt install poppler-utils (or brew, dnf)")
 
 
-def render_with_poppler(path: Path, number: int, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """RGB [height, width, 3] of page `number` at `size` (width, height) in pixels. Raises `DocumentError`."""
+def render_with_poppler(path: Path, number: int, dpi: float) -> npt.NDArray[np.uint8]:
+    """RGB [height, width, 3] of page `number`. Raises `DocumentError`."""
     import pdf2image
     from pdf2image import exceptions
 
     try:
         images = pdf2image.convert_from_path(
-            path, first_page=number, last_page=number, size=size, use_cropbox=True, timeout=_TIMEOUT_SECONDS
+            path, first_page=number, last_page=number, dpi=dpi, use_cropbox=True, timeout=_TIMEOUT_SECONDS
         )
     except (exceptions.PDFPageCountError, exceptions.PDFSyntaxError, exceptions.PDFPopplerTimeoutError):
         images = []

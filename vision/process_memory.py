@@ -9,14 +9,14 @@ _STATUS = Path("/proc/self/status")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-def heap_bytes() -> int:
-    """Private data of this process as the kernel counts it against RLIMIT_DATA, 0 where there is no /proc."""
+def heap_bytes() -> int | None:
+    """Private data of this process as the kernel counts it against RLIMIT_DATA, None where it does not tell."""
     if not _STATUS.exists():
-        return 0
+        return None
     for line in _STATUS.read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
-    return 0
+    return None
 
 
 def keep_heap_small() -> None:

@@ -61,7 +61,7 @@ def rows_in_order(lines: Sequence[Line]) -> list[list[Line]]:
 def are_mostly_upright_strips(lines: Sequence[Line]) -> bool:
     """Whether most of the text runs up or down."""
     strips = sum(line.height for line in lines if line.height > 1.5 * line.width)
-    return strips > 0.5 * sum(max(line.width, line.height) for line in lines)
+    return bool(lines) and strips > 0.5 * sum(max(line.width, line.height) for line in lines)
 
 
 def share_of_backward_steps(lines: Sequence[Line]) -> float:

@@ -1,6 +1,7 @@
 """Page workers as processes: a crash, a hang or a bomb costs the one task that caused it."""
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import threading
@@ -10,6 +11,8 @@ from mmserve.errors import DocumentError, MMServeError
 from mmserve.vision.page_types import PageLimits, PageOptions
 
 _MAX_OCR_THREADS = 4
+_CRASH = "reading it made the reader crash or run out of memory"
+logger = logging.getLogger(__name__)
 
 
 class WorkerPool:
@@ -20,6 +23,7 @@ class WorkerPool:
         self._limits = limits
         self._options = options
         self._pool: Any = None
+        self._futures: set[Any] = set()
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -30,15 +34,31 @@ class WorkerPool:
         """
         from pebble.common import ProcessExpired
 
-        failure = DocumentError("corrupt_document", "reading it made the reader crash or run out of memory")
+        failure = DocumentError("corrupt_document", _CRASH)
         for _ in range(attempts):
             try:
                 return await asyncio.wrap_future(self._schedule(method, args, timeout))
             except TimeoutError:
                 failure = DocumentError("timeout", f"reading it took more than {timeout:g} seconds")
             except ProcessExpired:
-                failure = DocumentError("corrupt_document", "reading it made the reader crash or run out of memory")
+                failure = DocumentError("corrupt_document", _CRASH)
+            except MMServeError:
+                raise
+            except asyncio.CancelledError:
+                raise self._cancellation() from None
+            except Exception as error:
+                if self._is_closed:
+                    raise _closed() from None
+                logger.exception("a page worker failed in %s", method)
+                raise DocumentError("corrupt_document", f"the reader failed on it ({type(error).__name__})") from None
         raise failure
+
+    def _cancellation(self) -> BaseException:
+        """What a cancelled call means: the caller's own wish, or that `close` has ended the processes."""
+        task = asyncio.current_task()
+        if self._is_closed and task is not None and not task.cancelling():
+            return _closed()
+        return asyncio.CancelledError()
 
     def close(self) -> None:
         """Ends the processes, and fails what is still under way."""
@@ -47,16 +67,22 @@ class WorkerPool:
         if pool is not None:
             pool.stop()
             pool.join()
+        # a stopped pool forgets what was waiting; nobody may wait for it for ever
+        for future in tuple(self._futures):
+            future.cancel()
 
     def _schedule(self, method: str, args: tuple[object, ...], timeout: float) -> Any:
         from mmserve.vision.page_workers import call_worker
 
         with self._lock:
             if self._is_closed:
-                raise MMServeError("shutting_down", "the page reader is closed")
-            if self._pool is None:
+                raise _closed()
+            if self._pool is None or not self._pool.active:
                 self._pool = self._start()
-            return self._pool.schedule(call_worker, args=(method, *args), timeout=timeout)
+            future: Any = self._pool.schedule(call_worker, args=(method, *args), timeout=timeout)
+            self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
 
     def _start(self) -> Any:
         from pebble import ProcessPool
@@ -70,3 +96,7 @@ class WorkerPool:
             initargs=(self._limits, self._options, num_threads),
             context=multiprocessing.get_context("spawn"),
         )
+
+
+def _closed() -> MMServeError:
+    return MMServeError("shutting_down", "the page reader is closed")

@@ -37,9 +37,6 @@ class PrefixCache:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def __len__(self) -> int:
-        return len(self._by_hash)
-
     def find(self, content_hash: bytes, parent_hash: bytes, token_ids: Sequence[int]) -> int | None:
         """The block with this content, or None. A colliding hash with other tokens is a miss."""
         block = self._by_hash.get(content_hash)

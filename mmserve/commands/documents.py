@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -198,11 +199,9 @@ class _Run:
             stack.enter_context(self._display)
             self._display.expect(num_documents)
             sink = DocumentSink(self._folder, printer, report, self._display)
-            try:
+            stack.enter_context(ending_like_interrupted())
+            with self._saying_when_interrupted():
                 self._run_batch(self._not_done(sources), sink, engine, documents)
-            except KeyboardInterrupt:
-                self._display.error(f"Interrupted. {self._outcome()}")
-                raise typer.Exit(EXIT_INTERRUPTED) from None
         self._finish()
 
     def _printer(self) -> ResultPrinter:
@@ -230,13 +229,24 @@ class _Run:
         if hub.is_demo(engine.model):
             self._display.note(hub.DEMO_NOTICE)
         self._display.describe(f"Loading {engine.model}")
-        with started_engine(engine) as client:
-            asyncio.run(self._work(itertools.chain([first], sources), sink, client, documents))
+        # Its processes start with the first page, but its options are checked now.
+        reader = documents.open_reader()
+        # Said before the engine is closed, which waits for the step that it is in.
+        with started_engine(engine) as client, self._saying_when_interrupted():
+            asyncio.run(self._work(itertools.chain([first], sources), sink, client, reader))
+
+    @contextlib.contextmanager
+    def _saying_when_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._display.error(f"Interrupted. {self._outcome()}")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
 
     async def _work(
-        self, sources: Iterable[Source], sink: DocumentSink, client: "EngineClient", documents: DocumentOptions
+        self, sources: Iterable[Source], sink: DocumentSink, client: "EngineClient", reader: "PageReader"
     ) -> None:
-        async with documents.open_reader() as reader:
+        async with reader:
             self._display.describe(BAR_TITLE)
             work = self._task.start(client, reader, self._display.describe)
             await run_batch(sources, work, sink, self._batch_options, self._totals)
@@ -252,6 +262,16 @@ class _Run:
             self._display.note(self._outcome())
         if self._totals.num_failed:
             raise typer.Exit(EXIT_SOME_FAILED)
+
+
+@contextlib.contextmanager
+def ending_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, so that nothing half-done is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

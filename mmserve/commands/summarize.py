@@ -1,6 +1,8 @@
 """`mmserve summarize`: documents in, summaries with page citations out."""
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,7 @@ from mmserve.commands.documents import BatchCommandOptions, Task, Worker, run_ta
 from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
 from mmserve.pipelines.batch import Source
 from mmserve.pipelines.events import Event, PageRead, RequestSubmitted
+from mmserve.pipelines.prompts import Length
 
 if TYPE_CHECKING:
     from mmserve.engine.client import EngineClient
@@ -20,16 +23,40 @@ MAX_NAME_SHOWN = 40
 app = typer.Typer()
 
 
+@dataclass(frozen=True, kw_only=True)
+class SummaryOptions:
+    """What the summary is about, and how long it is."""
+
+    pages: Annotated[
+        str | None,
+        typer.Option(metavar="PAGES", help="Only these pages of each document, such as 1-4,7,10- (the first is 1)."),
+    ] = None
+    length: Annotated[Length, typer.Option(help="How much to write.")] = "medium"
+    language: Annotated[
+        str | None, typer.Option(help="Language of the summary, such as German; the document's own if not given.")
+    ] = None
+    prompt: Annotated[str | None, typer.Option(help="What to pay attention to.")] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer in tokens; --length decides if not given.")
+    ] = None
+
+    def to_options(self, max_pages: int) -> "SummarizeOptions":
+        """Raises `RequestError` for what is wrong whatever the document: better before the model is loaded."""
+        from mmserve.pipelines.summarize import SummarizeOptions
+        from mmserve.vision.pages import parse_page_selection
+
+        if self.pages is not None:
+            parse_page_selection(self.pages, max_pages)
+        return SummarizeOptions(**dataclasses.asdict(self))
+
+
 @app.command()
 @with_option_groups
 def summarize(
     paths: Annotated[
         list[Path], typer.Argument(metavar="FILE|DIR|-...", help="Documents, folders of them, or - for standard input.")
     ],
-    pages: Annotated[
-        str | None,
-        typer.Option(metavar="PAGES", help="Only these pages of each document, such as 1-4,7,10- (the first is 1)."),
-    ] = None,
+    summary: SummaryOptions = SummaryOptions(),
     files: BatchCommandOptions = BatchCommandOptions(),  # noqa: B008
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008
     engine: EngineOptions = EngineOptions(),  # noqa: B008
@@ -51,7 +78,7 @@ def summarize(
     \b
     Examples:
       mmserve summarize report.pdf
-      mmserve summarize report.pdf --pages 1-4,7,10- -f json
+      mmserve summarize report.pdf --pages 1-4,7,10- --length short -f json
       mmserve summarize scans/ -r -o summaries/ --report errors.jsonl
       mmserve summarize scans/ -r -o summaries/ --resume
       mmserve summarize archive/ -r --include '*.pdf' --exclude drafts --dry-run
@@ -59,11 +86,7 @@ def summarize(
 
     Exit codes: 0 all done, 1 some failed, 2 wrong usage, 3 model or dependency missing, 130 interrupted.
     """
-    from mmserve.pipelines.summarize import SummarizeOptions
-
-    if pages is not None:
-        _check_pages(pages, documents.max_pages)
-    options = SummarizeOptions(pages=pages)
+    options = summary.to_options(documents.max_pages)
     run_task(paths, Task("summarize", repr(options), _starter(options)), files, engine, documents)
 
 
@@ -84,13 +107,6 @@ def _starter(options: "SummarizeOptions") -> "Callable[[EngineClient, PageReader
         return work
 
     return start
-
-
-def _check_pages(pages: str, max_pages: int) -> None:
-    """Raises `RequestError` for what is wrong whatever the document: better before the model is loaded."""
-    from mmserve.vision.pages import parse_page_selection
-
-    parse_page_selection(pages, max_pages)
 
 
 def describe(event: Event) -> str | None:

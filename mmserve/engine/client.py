@@ -1,6 +1,8 @@
 """The front end's side of the engine: token ids in, text deltas out, whatever thread or process the engine is in."""
 
 import asyncio
+import itertools
+import operator
 import threading
 import time
 import uuid
@@ -51,7 +53,9 @@ class EngineClient:
         self._failure: EngineFailed | None = None
         self._settled = threading.Event()
         self._lock = threading.Lock()
+        self._requests: dict[str, Mailbox] = {}
         self._mailboxes: dict[str, Mailbox] = {}
+        self._serial_numbers = itertools.count()
         kind = ProcessTransport if config.use_process else ThreadTransport
         self.transport = kind(config, self._on_message)
 
@@ -82,21 +86,27 @@ class EngineClient:
         Raises `RequestError` for what the engine refuses, `EngineError` if it dies.
         """
         self._raise_if_dead()
-        request_id = request_id or uuid.uuid4().hex
+        token_ids = _as_token_ids(prompt_token_ids)
+        mailbox = Mailbox(request_id or uuid.uuid4().hex, asyncio.get_running_loop())
         builders = {
-            _child_id(request_id, index): AnswerBuilder(index, len(prompt_token_ids), params, self.tokenizer)
-            for index in range(params.n)
+            child_id: AnswerBuilder(index, len(token_ids), params, self.tokenizer)
+            for index, child_id in enumerate(self._child_ids(mailbox.request_id, params.n))
         }
-        mailbox = Mailbox(asyncio.get_running_loop())
         self._open(list(builders), mailbox)
         try:
-            self._submit(list(builders), list(prompt_token_ids), params)
+            self._submit(list(builders), token_ids, params)
             while mailbox.open_ids:
                 output = await mailbox.get()
+                if output.request_id not in mailbox.open_ids:
+                    continue
                 delta = builders[output.request_id].push(output)
                 if delta.finish_reason is not None:
                     self._close(output.request_id, aborts=output.finish_reason is None)
                 yield delta
+        except MMServeError:
+            for builder in builders.values():
+                builder.fail()
+            raise
         finally:
             for child_id in list(mailbox.open_ids):
                 self._close(child_id, aborts=True)
@@ -113,7 +123,8 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """End a request; whoever reads its answer gets `finish_reason="abort"`."""
         with self._lock:
-            child_ids = [i for i in self._mailboxes if i == request_id or i.rpartition("/")[0] == request_id]
+            mailbox = self._requests.get(request_id)
+            child_ids = list(mailbox.open_ids) if mailbox else []
         for child_id in child_ids:
             self.transport.send(AbortRequest(child_id))
 
@@ -122,13 +133,17 @@ class EngineClient:
         self._fail(EngineFailed("shutting_down", "the engine is shutting down"))
         self.transport.close()
 
+    def _child_ids(self, request_id: str, count: int) -> list[str]:
+        """Ids that the engine has never seen, so that a request cannot get what belongs to an earlier one."""
+        return [f"{request_id}/{next(self._serial_numbers)}" for _ in range(count)]
+
     def _open(self, child_ids: list[str], mailbox: "Mailbox") -> None:
         with self._lock:
-            if any(child_id in self._mailboxes for child_id in child_ids):
+            if mailbox.request_id in self._requests:
                 raise RequestError("invalid_request", "this request id is in use", param="request_id")
-            for child_id in child_ids:
-                self._mailboxes[child_id] = mailbox
-                mailbox.open_ids.add(child_id)
+            self._requests[mailbox.request_id] = mailbox
+            mailbox.open_ids.update(child_ids)
+            self._mailboxes.update(dict.fromkeys(child_ids, mailbox))
         if self._failure is not None:
             mailbox.fail(as_exception(RequestFailure(self._failure.code, self._failure.message)))
 
@@ -142,11 +157,12 @@ class EngineClient:
 
     def _close(self, child_id: str, *, aborts: bool) -> None:
         with self._lock:
-            mailbox = self._mailboxes.pop(child_id, None)
-        if mailbox is not None:
-            mailbox.open_ids.discard(child_id)
-            if aborts and self._failure is None:
-                self.transport.send(AbortRequest(child_id))
+            mailbox = self._mailboxes.pop(child_id)
+            mailbox.open_ids.remove(child_id)
+            if not mailbox.open_ids:
+                del self._requests[mailbox.request_id]
+        if aborts and self._failure is None:
+            self.transport.send(AbortRequest(child_id))
 
     def _observe(self, timings: RequestTimings) -> None:
         for observer in self.observers:
@@ -194,7 +210,8 @@ class EngineClient:
 class Mailbox:
     """Where one request's outputs wait for its reader; only its event loop touches the queue."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request_id
         self.loop = loop
         self.open_ids: set[str] = set()
         self._queue: asyncio.Queue[TokenOutput | MMServeError] = asyncio.Queue()
@@ -217,8 +234,11 @@ def _put_all(items: Sequence[tuple[Mailbox, TokenOutput]]) -> None:
         mailbox.put(output)
 
 
-def _child_id(request_id: str, index: int) -> str:
-    return f"{request_id}/{index}"
+def _as_token_ids(values: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise RequestError("invalid_request", "a prompt must be a list of token ids", param="prompt") from None
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

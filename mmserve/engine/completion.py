@@ -64,15 +64,16 @@ class AnswerBuilder:
         self._started = time.monotonic()
         self._token_times: list[float] = []
         self._queue_seconds = 0.0
+        self._num_cached_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._ended: float | None = None
 
     def push(self, output: TokenOutput) -> CompletionDelta:
         """The delta of one output. Raises what the engine says against the request."""
         if output.failure is not None:
-            self._finish("error")
             raise as_exception(output.failure)
-        self._queue_seconds = output.queue_seconds
+        if output.token_ids:
+            self._queue_seconds, self._num_cached_tokens = output.queue_seconds, output.num_cached_tokens
         self._token_times += [time.monotonic()] * len(output.token_ids)
         text = self._detokenizer.push(self._visible_ids(output))
         finish_reason, stop_reason = self._end(output)
@@ -87,8 +88,13 @@ class AnswerBuilder:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=output.num_cached_tokens,
+            num_cached_tokens=self._num_cached_tokens,
         )
+
+    def fail(self) -> None:
+        """The rest will not come: unless it was whole already, the answer counts as an error."""
+        if self._finish_reason is None:
+            self._finish("error")
 
     def timings(self) -> RequestTimings:
         times = self._token_times

@@ -220,7 +220,7 @@ def _dtype(name: DTypeName, model: ModelConfig, device: torch.device) -> torch.d
 
 
 def _cache_bytes(config: CacheConfig, device: torch.device) -> int:
-    """Bytes for the KV cache: as asked, else a share of the device's total, and never more than what is free."""
+    """Bytes for the KV cache: as asked (`SetupError` if not free), else a share of the total, at most what is free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         default = int(total * 0.9) - (total - free)
@@ -229,6 +229,12 @@ def _cache_bytes(config: CacheConfig, device: torch.device) -> int:
         free, total = memory.available, memory.total
         default = _CPU_DEFAULT_BYTES
     if config.memory_bytes is not None:
+        if config.memory_bytes > free:
+            raise SetupError(
+                "insufficient_memory",
+                f"--kv-cache-memory-bytes asks for {config.memory_bytes / GIB:.2f} GiB, but {free / GIB:.2f} GiB are"
+                " free: ask for less, or close other programs",
+            )
         return config.memory_bytes
     share = default if config.memory_utilization is None else int(total * config.memory_utilization) - (total - free)
     return max(min(share, free), 0)

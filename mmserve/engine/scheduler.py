@@ -55,7 +55,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.block_size = cache_config.block_size
-        self.max_model_len = max_model_len
+        self.max_model_len = min(max_model_len, num_blocks * self.block_size)
         self.prefix_cache = PrefixCache() if cache_config.enable_prefix_caching else None
         self.pool = BlockPool(num_blocks, on_evict=self._forget_block)
         self.waiting: deque[Sequence] = deque()
@@ -135,8 +135,7 @@ class Scheduler:
     def _check_admission(self, sequence: Sequence) -> None:
         self.images.check_admission(sequence, self.max_model_len)
         num_prompt_tokens, max_tokens = len(sequence.prompt_token_ids), sequence.params.max_tokens
-        wanted = num_prompt_tokens + (max_tokens or 1)
-        if wanted > self.max_model_len or self._num_blocks(wanted) > self.pool.num_blocks:
+        if num_prompt_tokens + (max_tokens or 1) > self.max_model_len:
             raise RequestError(
                 "context_length_exceeded",
                 f"the prompt has {num_prompt_tokens} tokens and {max_tokens or 'at least 1'} more are asked for,"

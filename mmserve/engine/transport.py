@@ -1,12 +1,13 @@
 """How messages travel to the engine and back: inside one process, or over a pipe to a process of its own."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineFailed, FromEngine, Shutdown, ToEngine
 
 _JOIN_SECONDS = 10.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 OnMessage = Callable[[FromEngine], None]
 
 
@@ -55,7 +57,10 @@ class ProcessTransport:
         self._pipe, child_end = context.Pipe()
         self._lock = threading.Lock()
         self._process = context.Process(target=_child_main, args=(config, child_end), name="engine", daemon=True)
-        self._process.start()
+        with _signals_blocked():
+            self._process.start()
+        # The child ignores SIGTERM, which is how multiprocessing ends a child that was left running.
+        atexit.register(self._process.kill)
         child_end.close()
         self._reader = threading.Thread(target=self._read, args=(on_message,), name="engine-reader", daemon=True)
         self._reader.start()
@@ -76,6 +81,7 @@ class ProcessTransport:
             self._process.join()
         self._reader.join(_JOIN_SECONDS)
         self._pipe.close()
+        atexit.unregister(self._process.kill)
 
     def _read(self, on_message: OnMessage) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -85,12 +91,23 @@ class ProcessTransport:
         on_message(EngineFailed("engine_dead", f"the engine process ended (exit code {self._process.exitcode})"))
 
 
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A child that starts in this block inherits the mask: it is not stopped before it has said what it ignores."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def _child_main(config: EngineConfig, pipe: Connection) -> None:
+    # The front end decides when to stop: a signal to the whole group must not cut the requests that it is draining.
+    for kind in _STOP_SIGNALS:
+        signal.signal(kind, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     from mmserve.engine.worker import run_engine
 
-    # The front end decides when to stop: a signal to the whole group must not cut the requests that it is draining.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     threading.Thread(target=_fill_inbox, args=(pipe, inbox), daemon=True).start()
     run_engine(config, inbox, pipe.send)

@@ -16,7 +16,7 @@ from mmserve.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from mmserve.errors import MMServeError
+from mmserve.errors import SetupError
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
         while _take_messages(engine, inbox, send):
             if engine.has_work:
                 send(engine.step())
-    except MMServeError as error:
+    except SetupError as error:
         send(EngineFailed(error.code, error.message))
-    except Exception as error:
+    except Exception:
         logger.exception("the engine died")
-        send(EngineFailed("engine_dead", f"the engine died: {type(error).__name__}: {error}"))
+        send(EngineFailed("engine_dead", "the engine died of an internal error; its log says which"))
 
 
 def _take_messages(engine: Engine, inbox: Inbox, send: Send) -> bool:

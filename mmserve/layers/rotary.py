@@ -30,8 +30,15 @@ class RotaryTable:
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Angular frequencies `[head_dim / 2]` in float32 and the factor on cos and sin (1 except for YaRN).
 
-    Raises `SetupError` for a scaling that is not known.
+    Raises `SetupError` for a scaling that is not known, or lacks a parameter.
     """
+    try:
+        return _inverse_frequencies(config, head_dim)
+    except KeyError as error:
+        raise SetupError("model_unavailable", f"the rope scaling in config.json has no {error.args[0]!r}") from None
+
+
+def _inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies: torch.Tensor = 1.0 / config.theta**exponents
     scaling = config.scaling
@@ -75,5 +82,17 @@ def _yarn(
     first, last = max(first, 0), min(last, head_dim - 1)
     indices = torch.arange(head_dim // 2, dtype=torch.float32)
     slowed = ((indices - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
-    magnitude = scaling.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0)
-    return frequencies * (1.0 - slowed + slowed / factor), float(magnitude)
+    return frequencies * (1.0 - slowed + slowed / factor), _yarn_magnitude(factor, scaling)
+
+
+def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
+    """As the checkpoint says, else `0.1 ln(factor) + 1`; `mscale` and `mscale_all_dim` are DeepSeek's refinement."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
+    return magnitude(1.0)

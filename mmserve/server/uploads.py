@@ -46,8 +46,8 @@ async def receive_form(request: Request, *, max_files: int, parent: Path | None)
     """
     _require_multipart(request)
     async with request.form(max_files=max_files, max_fields=MAX_FIELDS) as form:
-        files = _files(form)
         options = _options(form)
+        files = _files(form)
         folder = Path(tempfile.mkdtemp(prefix="mmserve-upload-", dir=parent))
         try:
             return UploadForm(folder, await asyncio.to_thread(_store, files, folder), options)
@@ -60,7 +60,7 @@ def display_name(sent: str | None, position: int) -> str:
     """The last part of what the sender calls its file, printable and of bounded length."""
     last = PurePosixPath((sent or "").replace("\\", "/")).name
     printable = "".join(character for character in last if character.isprintable())
-    return printable[:MAX_NAME_CHARACTERS] or f"file-{position}"
+    return printable[:MAX_NAME_CHARACTERS] if printable.strip(". ") else f"file-{position}"
 
 
 def _require_multipart(request: Request) -> None:

@@ -22,14 +22,15 @@ def start(*arguments: str, **options: int) -> "subprocess.Popen[str]":
     return subprocess.Popen([*COMMAND, *arguments], text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
-def test_an_interrupted_run_ends_with_130_and_keeps_what_was_done() -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_with_130_and_keeps_what_was_done(ending: signal.Signals) -> None:
     Path("in").mkdir()
     Path("in/a.txt").write_text("one")
     Path("in/b.txt").write_text("slow")
     process = start("in", "-o", "out", "-j", "1", "-f", "json")
     assert process.stderr is not None
     assert process.stderr.readline() == "waiting\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ending)
     stdout, stderr = process.communicate(timeout=10)
     assert process.returncode == 130
     assert stderr == "Interrupted. Done: 1, 0 failed.\n"

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from reference_models import FAMILIES, VOCAB_SIZE, load_reference_model, save_re
 
 from mmserve.engine.client import EngineClient
 from mmserve.engine.engine import Engine
+from mmserve.engine.scheduler import ScheduledBatch
+from mmserve.request import SampledToken
 
 NUM_TOKENS = 24
 VARIANTS = [
@@ -47,7 +49,7 @@ def reference_tokens(model: Any, prompt: list[int], stretch: int = 1) -> list[in
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: f"{v[0]}-{'tied' if v[1] else 'untied'}-{v[2]}")
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     family, tied, shard = request.param
     folder = save_reference_model(family, tmp_path_factory.mktemp(family), tied=tied, max_shard_size=shard)
     if shard != "5GB":
@@ -79,11 +81,16 @@ def test_in_a_batch(reference: Reference) -> None:
     assert run_to_end(engine, PROMPTS, greedy(NUM_TOKENS)) == reference.answers
 
 
-def test_chunked_at_16(reference: Reference) -> None:
+def test_chunked_at_16(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(engine_config(reference.folder, max_num_batched_tokens=16))
     largest: list[int] = []
     run = engine._runner.run
-    engine._runner.run = lambda batch: (largest.append(batch.num_tokens), run(batch))[1]  # type: ignore[method-assign]
+
+    def counting(batch: ScheduledBatch) -> dict[str, SampledToken]:
+        largest.append(batch.num_tokens)
+        return run(batch)
+
+    monkeypatch.setattr(engine._runner, "run", counting)
     assert run_to_end(engine, PROMPTS, greedy(NUM_TOKENS)) == reference.answers
     assert max(largest) == 16
 

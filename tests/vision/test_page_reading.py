@@ -3,6 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pikepdf
 import pytest
 from document_makers import (
@@ -19,7 +20,8 @@ from document_makers import (
 )
 from PIL import Image
 
-from mmserve.vision.page_types import Page
+from mmserve.vision.page_types import Document, Page
+from mmserve.vision.page_workers import PageWorker
 
 Read = Callable[..., list[Page]]
 SCAN = ("Invoice 20417 for garden tools", "Total amount due 388.50 euros", "Payable before 14 March 2025")
@@ -240,6 +242,38 @@ def test_text_layer_over_a_scan_that_contradicts_it_is_flagged(read: Read, tmp_p
     assert page.source == "ocr"
     assert "388.50" in page.text
     assert any("does not say what the scan shows" in note for note in page.notes)
+
+
+def test_a_slide_on_a_shaded_background_takes_no_ocr(
+    worker: PageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shade = Image.linear_gradient("L").point(lambda value: 170 + value // 4).resize((600, 850)).convert("RGB")
+
+    def draw(target: Any) -> None:
+        draw_picture(shade)(target)
+        write_lines(PROSE)(target)
+
+    path = write(tmp_path, "a.pdf", draw_pdf(draw))
+    document = Document(path, "a.pdf", "application/pdf", "0" * 64, 1)
+    (page,) = worker.read_without_ocr(document, [1])
+    assert page is not None
+    assert page.text.splitlines() == list(PROSE)
+
+
+def test_outlined_text_is_read_by_ocr(read: Read, tmp_path: Path) -> None:
+    """A page whose text layer is a page number only, the rest drawn as shapes."""
+
+    def draw(target: Any) -> None:
+        target.drawString(300, 30, "4")
+        for row, column in zip(
+            *np.nonzero(np.asarray(picture_of(SCAN, size=(500, 200)).convert("L")) < 128), strict=True
+        ):
+            target.rect(50 + column, 700 - row, 1, 1, stroke=0, fill=1)
+
+    (page,) = read(write(tmp_path, "a.pdf", draw_pdf(draw)))
+    assert page.source == "ocr"
+    assert "388.50" in page.text
+    assert page.text.splitlines()[-1] == "4"
 
 
 def test_text_outside_the_crop_box_does_not_leak(read: Read, tmp_path: Path) -> None:

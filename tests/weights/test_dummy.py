@@ -52,7 +52,7 @@ def test_seed_and_name_decide_the_weights(folder: Path) -> None:
 def test_a_tensor_larger_than_the_pool_is_filled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dummy, "_POOL_SIZE", 1000)
     tensor = open_checkpoint(str(folder), load_format="dummy").tensor(NAME, (64, 64))
-    assert (tensor == 0).sum() < 10
+    assert (tensor == 0).float().mean() < 0.02
     assert tensor.float().std().item() == pytest.approx(0.02, rel=0.1)
 
 

@@ -1,8 +1,10 @@
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gguf.constants import TokenType
+from packaging.version import Version
 from reference_gguf import save_reference_gguf
 from reference_models import save_reference_model, save_reference_tokenizer
 
@@ -20,6 +22,11 @@ TEXTS = [
     "def f(x):\n    return x**2  # CamelCase/slash\n",
     "<|im_start|>user\nhi<|im_end|>",
     " " * 30 + "x",
+]
+# Before 5.18, transformers takes every pre-tokenizer for GPT-2's.
+COMPARABLE = [
+    "gpt-2",
+    *(["llama-bpe", "qwen2", "tekken"] if Version(version("transformers")) >= Version("5.18") else []),
 ]
 MESSAGES = [{"role": "user", "content": "Page 1 says: naïve 東京"}]
 
@@ -69,7 +76,7 @@ def test_it_is_the_tokenizer_of_the_original_folder(folder: Path, tmp_path: Path
     assert rebuilt.eos_token_ids == (2, 0)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
+@pytest.mark.parametrize("pre", COMPARABLE)
 def test_text_is_cut_as_transformers_cuts_it(pre: str, folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -1,7 +1,7 @@
 """`POST /v1/summarize`: documents in, summaries with page citations out."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,10 @@ from pydantic import Field, ValidationError
 from starlette.responses import JSONResponse
 
 from mmserve.errors import MMServeError
-from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
+from mmserve.pipelines.events import Done, Event, OnEvent, TextAdded
+from mmserve.pipelines.prompts import Length
+from mmserve.pipelines.summarize import SummarizeOptions, summarize
+from mmserve.pipelines.summary import Summary
 from mmserve.server.errors import as_mmserve_error, envelope, from_validation
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.schemas.common import ERROR_RESPONSES, RequestModel
@@ -34,9 +37,11 @@ class SummarizeForm(RequestModel):
     stream: bool = Field(False, description="Send progress, text and results as server-sent events.")
     pages: str | None = Field(None, description="Which pages, as 1-4,7,10- (from 1).")
     prompt: str | None = Field(None, description="What the summary should pay attention to.")
-    length: str | None = Field(None, description="How long the summary should be.")
-    language: str | None = Field(None, description="The language to answer in; the document's own if absent.")
+    length: Length | None = Field(None, description="How long the summary should be; medium if absent.")
+    language: str | None = Field(None, description="The language to answer in, by name; the document's own if absent.")
     max_tokens: int | None = Field(None, description="Longest answer in tokens.")
+    temperature: float | None = Field(None, description="0, the default, is the same answer every time.")
+    seed: int | None = None
 
     @classmethod
     def parse(cls, fields: dict[str, str]) -> "SummarizeForm":
@@ -69,7 +74,7 @@ class SummarizeCall:
     def is_single(self) -> bool:
         return len(self.uploads) == 1
 
-    async def summary(self, upload: Upload, on_event: Callable[[Any], None] | None = None) -> Summary:
+    async def summary(self, upload: Upload, on_event: OnEvent | None = None) -> Summary:
         async with self.state.document_slots:
             return await summarize(
                 upload.path,
@@ -152,8 +157,14 @@ async def _work_off(call: SummarizeCall, index: int, queue: "asyncio.Queue[str |
     def framed(kind: str, data: dict[str, Any]) -> str:
         return frame({"type": kind, "index": index, "name": upload.name, **data}, event=kind)
 
+    def tell(event: Event) -> None:
+        if isinstance(event, TextAdded):
+            queue.put_nowait(framed("delta", event.to_dict()))
+        elif not isinstance(event, Done):
+            queue.put_nowait(framed("progress", {"event": event.kind, **event.to_dict()}))
+
     try:
-        summary = await call.summary(upload, lambda event: queue.put_nowait(framed(*_told(event))))
+        summary = await call.summary(upload, tell)
         queue.put_nowait(framed("result", {"result": summary.to_dict()}))
     except Exception as error:
         known = as_mmserve_error(error)

@@ -1,0 +1,159 @@
+"""The PyTorch twins against naive formulas in float64, one loop an axis."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from mmserve.kernels.reference import (
+    apply_rotary,
+    causal_attention,
+    gather_kv,
+    paged_attention_chunk,
+    paged_attention_decode,
+    rms_norm,
+    silu_and_mul,
+    store_kv,
+)
+
+TOLERANCES = [(torch.float32, 2e-6), (torch.bfloat16, 1.2e-2)]
+BLOCK_SIZE = 4
+HEADS = [(1, 1), (4, 4), (4, 2), (8, 1), (9, 3), (14, 2), (16, 2)]
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((out.double() - reference).norm() / reference.norm())
+
+
+def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One query head vectors `[H, D]` over all of k and v `[L, KV, D]`, in float64."""
+    group, out = q.shape[0] // k.shape[1], torch.empty(q.shape, dtype=torch.float64)
+    for head in range(q.shape[0]):
+        keys, values = k[:, head // group].double(), v[:, head // group].double()
+        out[head] = torch.softmax(keys @ q[head].double() / math.sqrt(q.shape[1]), 0) @ values
+    return out
+
+
+class PagedSequences:
+    """Keys and values of several sequences in scrambled blocks of one cache; what nobody owns is far from zero."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 3
+        self.cache = torch.full((num_blocks, BLOCK_SIZE, 2, kv_heads, head_dim), 77.0, dtype=dtype)
+        free = random.Random(0).sample(range(num_blocks), num_blocks)
+        self.tables = [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
+        self.k = [torch.randn(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
+        self.v = [torch.randn(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
+        for table, k, v in zip(self.tables, self.k, self.v, strict=True):
+            store_kv(k, v, self.cache, slots(table, len(k)))
+
+
+def slots(table: list[int], length: int) -> torch.Tensor:
+    return torch.tensor([table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)])
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = 5 * torch.randn(7, 3, 24, dtype=dtype), torch.randn(24, dtype=dtype)
+    wide = x.double()
+    reference = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert relative_error(rms_norm(x, weight, 1e-5), reference) < tolerance
+
+
+def test_rms_norm_keeps_eps() -> None:
+    x = torch.full((1, 4), 1e-3)
+    assert relative_error(rms_norm(x, torch.ones(4), 1.0), x.double() / math.sqrt(1e-6 + 1.0)) < 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_apply_rotary_turns_pairs_of_half_and_half(dtype: torch.dtype, tolerance: float) -> None:
+    x, angles = torch.randn(5, 3, 8, dtype=dtype), torch.randn(5, 4)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    reference = torch.empty(5, 3, 8, dtype=torch.float64)
+    for token in range(5):
+        for i in range(4):
+            a, b = x[token, :, i].double(), x[token, :, i + 4].double()
+            c, s = cos[token, i].double(), sin[token, i].double()
+            reference[token, :, i], reference[token, :, i + 4] = a * c - b * s, b * c + a * s
+    before = x.clone()
+    out = apply_rotary(x, torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+    assert relative_error(out, reference) < tolerance
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_silu_and_mul(dtype: torch.dtype, tolerance: float) -> None:
+    x = 3 * torch.randn(6, 20, dtype=dtype)
+    gate, up, before = x[:, :10].double(), x[:, 10:].double(), x.clone()
+    assert relative_error(silu_and_mul(x), gate / (1 + torch.exp(-gate)) * up) < tolerance
+    assert torch.equal(x, before)
+
+
+def test_store_kv_writes_its_slots_and_no_others() -> None:
+    cache = torch.zeros(5, BLOCK_SIZE, 2, 3, 8)
+    k, v = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
+    places = [(4, 3), (0, 0), (2, 1), (2, 2)]
+    store_kv(k, v, cache, torch.tensor([block * BLOCK_SIZE + offset for block, offset in places]))
+    expected = torch.zeros_like(cache)
+    for i, (block, offset) in enumerate(places):
+        expected[block, offset, 0], expected[block, offset, 1] = k[i], v[i]
+    assert torch.equal(cache, expected)
+
+
+def test_gather_kv_reads_blocks_in_table_order() -> None:
+    paged = PagedSequences([8, 8], 3, 5, torch.float32)
+    k, v = gather_kv(paged.cache, torch.tensor(paged.tables[0] + paged.tables[1]), 2)
+    assert k.shape == v.shape == (2, 3, 8, 5)
+    for i in range(2):
+        assert torch.equal(k[i].transpose(0, 1), paged.k[i])
+        assert torch.equal(v[i].transpose(0, 1), paged.v[i])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("lengths", [[1], [4], [5, 4, 3], [9, 8, 7, 5], [17, 16, 15, 13, 1]], ids=str)
+def test_decode(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, lengths: list[int]) -> None:
+    paged = PagedSequences(lengths, kv_heads, 16, dtype)
+    q = torch.randn(len(lengths), heads, 16, dtype=dtype)
+    num_blocks = max(len(table) for table in paged.tables)
+    padded = [block for table in paged.tables for block in table + [0] * (num_blocks - len(table))]
+    visible = torch.arange(num_blocks * BLOCK_SIZE) < torch.tensor(lengths)[:, None]
+    mask = additive(visible, dtype)[:, None, None]
+    out = paged_attention_decode(q, paged.cache, torch.tensor(padded), mask, 16**-0.5)
+    reference = torch.stack([naive_attention(*each) for each in zip(q, paged.k, paged.v, strict=True)])
+    assert relative_error(out, reference) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(("context", "num_queries"), [(5, 2), (8, 4), (9, 8), (16, 3), (17, 16), (7, 7)])
+def test_chunk(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, context: int, num_queries: int) -> None:
+    paged = PagedSequences([context, 6], kv_heads, 16, dtype)
+    q = torch.randn(num_queries, heads, 16, dtype=dtype)
+    first = context - num_queries
+    visible = torch.arange(context) <= torch.arange(first, context)[:, None]
+    out = paged_attention_chunk(q, paged.cache, torch.tensor(paged.tables[0]), additive(visible, dtype), 16**-0.5)
+    k, v = paged.k[0], paged.v[0]
+    reference = torch.stack([naive_attention(q[i], k[: first + i + 1], v[: first + i + 1]) for i in range(num_queries)])
+    assert relative_error(out, reference) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_causal(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, length: int) -> None:
+    q = torch.randn(length, heads, 16, dtype=dtype)
+    k, v = (torch.randn(length, kv_heads, 16, dtype=dtype) for _ in range(2))
+    reference = torch.stack([naive_attention(q[i], k[: i + 1], v[: i + 1]) for i in range(length)])
+    assert relative_error(causal_attention(q, k, v, 16**-0.5), reference) < tolerance
+
+
+def test_the_scale_is_the_callers() -> None:
+    q, k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    halved = causal_attention(q, k, v, 0.5 * 16**-0.5)
+    torch.testing.assert_close(halved, causal_attention(q / 2, k, v, 16**-0.5), rtol=1e-5, atol=1e-6)
