@@ -105,6 +105,14 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 32768,
+    },
 }
 
 
@@ -134,7 +142,7 @@ def _from_hf(outer: Mapping[str, Any], generation_config: Mapping[str, Any]) -> 
         mlp_bias=config.get("mlp_bias", False),
         qk_norm=config.get("model_type") == "qwen3",
         sliding_window=config.get("sliding_window") if uses_window else None,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        dtype=_dtype(outer, config),
         eos_token_ids=_token_ids(config.get("eos_token_id"), generation_config.get("eos_token_id")),
         vision=vision,
         multimodal=outer if vision else {},
@@ -173,6 +181,7 @@ def _rope(config: Mapping[str, Any], multi_axis: RopeConfig | None) -> RopeConfi
     theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or default_theta
     kind = parameters.setdefault("rope_type", parameters.get("type", "default"))
     if multi_axis and multi_axis.scaling:
+        kind = parameters["rope_type"] = "default" if kind == "mrope" else kind
         parameters = {**multi_axis.scaling, **parameters, "mrope_interleaved": multi_axis.scaling["mrope_interleaved"]}
     if kind in ("llama3", "yarn"):
         original = config.get("original_max_position_embeddings")
@@ -181,6 +190,12 @@ def _rope(config: Mapping[str, Any], multi_axis: RopeConfig | None) -> RopeConfi
         parameters["factor"] = parameters.get("factor") or config["max_position_embeddings"] / original
     is_plain = kind == "default" and multi_axis is None
     return RopeConfig(theta=float(theta), scaling=None if is_plain else parameters)
+
+
+def _dtype(*configs: Mapping[str, Any]) -> str:
+    """The first that is named: a text part may name the precision of the decoder that it was trained from."""
+    named = [config.get("dtype") or config.get("torch_dtype") for config in configs]
+    return str(next(filter(None, named), "float32")).removeprefix("torch.")
 
 
 def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:

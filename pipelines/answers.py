@@ -1,11 +1,11 @@
 """One request to the engine: its answer, statement by statement, ended early where it loops."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from mmserve.errors import EngineError
-from mmserve.pipelines.engine_protocol import TextEngine
+from mmserve.pipelines.engine_protocol import Prompt, TextEngine
 from mmserve.pipelines.repetition import LoopDetector
 from mmserve.pipelines.sentences import Statement, StatementStream
 from mmserve.request import SamplingParams
@@ -38,15 +38,15 @@ class Answer:
 
 
 async def statements(
-    engine: TextEngine, prompt_token_ids: Sequence[int], params: SamplingParams, answer: Answer
+    engine: TextEngine, prompt: Prompt, params: SamplingParams, answer: Answer
 ) -> AsyncGenerator[Statement, None]:
     """The answer's statements as they come; `answer` is filled on the way. Closing it aborts the request.
 
     Raises `EngineError` and `RequestError` as the engine does.
     """
     stream, loops = StatementStream(), LoopDetector()
-    answer.usage.prompt_tokens += len(prompt_token_ids)
-    async with aclosing(engine.generate(prompt_token_ids, params)) as deltas:
+    answer.usage.prompt_tokens += len(prompt.token_ids)
+    async with aclosing(engine.generate(prompt.token_ids, params, images=prompt.images)) as deltas:
         async for delta in deltas:
             answer.num_tokens += len(delta.token_ids)
             answer.usage.completion_tokens += len(delta.token_ids)

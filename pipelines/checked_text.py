@@ -43,6 +43,10 @@ class CheckedText:
         self._is_in_list = False
 
     @property
+    def num_kept(self) -> int:
+        return len(self.citations)
+
+    @property
     def cited_pages(self) -> set[int]:
         return {page for citation in self.citations for page in citation.pages}
 
@@ -88,6 +92,27 @@ class CheckedText:
         self.citations.append(citation)
         self._kept.remember(citation.sentence)
         self._is_in_list = is_item
+        self.num_passed_over = 0
+
+
+class ReadText:
+    """Takes statements about a page that nothing can be looked up in, and keeps what says something new."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+        self.num_passed_over = 0
+        self._kept = Novelty()
+
+    @property
+    def num_kept(self) -> int:
+        return len(self.sentences)
+
+    def add(self, statement: Statement) -> None:
+        self.num_passed_over += 1
+        if _is_heading(statement) or not self._kept.is_new(statement.text):
+            return
+        self._kept.remember(statement.text)
+        self.sentences.append(statement.text)
         self.num_passed_over = 0
 
 

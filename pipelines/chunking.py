@@ -3,13 +3,25 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mmserve.vision.image_source import ImageSource, PixelLimits
+
+
+@dataclass(frozen=True)
+class PagePicture:
+    """A page as a picture, and the tokens that it takes within the limits."""
+
+    source: ImageSource
+    limits: PixelLimits
+    num_tokens: int
+
 
 @dataclass(frozen=True)
 class PageText:
-    """A page, or a piece of one that was too long."""
+    """What a request gets of a page, or of a piece of one that was too long."""
 
     number: int
     text: str
+    picture: PagePicture | None = None
 
 
 @dataclass(frozen=True)
@@ -17,6 +29,10 @@ class Part:
     """What one request reads."""
 
     texts: tuple[PageText, ...]
+
+    @property
+    def has_pictures(self) -> bool:
+        return any(text.picture is not None for text in self.texts)
 
     @property
     def first_page(self) -> int:

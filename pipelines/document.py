@@ -1,6 +1,6 @@
 """A file's pages on their way into a pipeline: read one after the other, reported, and kept as text only."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,15 +21,28 @@ class DocumentReader(Protocol):
 
 
 class DocumentReading:
-    """One pass over the pages `numbers` of a document. Their text is in `sources`, what became of each in `reports`."""
+    """One pass over the pages `numbers` of a document. Their text is in `sources`, what became of each in `reports`.
 
-    def __init__(self, document: Document, numbers: Sequence[int], reader: DocumentReader, tell: OnEvent) -> None:
+    With `takes_pictures`, pages that are not blank but have no text come as well.
+    """
+
+    def __init__(
+        self,
+        document: Document,
+        numbers: Sequence[int],
+        reader: DocumentReader,
+        tell: OnEvent,
+        *,
+        takes_pictures: bool = False,
+    ) -> None:
         self.document = document
         self.numbers = numbers
         self.sources = Sources()
         self.reports: list[PageReport] = []
         self._reader = reader
         self._tell = tell
+        self._takes_pictures = takes_pictures
+        self._pictured: set[int] = set()
 
     async def texts(self) -> AsyncGenerator[PageText, None]:
         """Pages that have text, as soon as each is read. Lines that the layout broke are whole again."""
@@ -39,16 +52,21 @@ class DocumentReading:
             async for page in pages:
                 self.reports.append(PageReport.of(page))
                 self._tell(PageRead(self.reports[-1], len(self.reports), len(self.numbers)))
-                if page.problem is None and page.text.strip():
+                if page.problem is not None or page.is_blank:
+                    continue
+                if page.text.strip():
                     self.sources.add(page.number, page.text)
                     yield PageText(page.number, "\n".join(page_sentences(page.text)))
+                elif self._takes_pictures:
+                    self._pictured.add(page.number)
+                    yield PageText(page.number, "")
         finally:
             if isinstance(pages, AsyncGenerator):
                 await pages.aclose()
 
     def require_something_read(self) -> None:
         """Raises `DocumentError` if no page has text and there is another reason than that they are blank."""
-        if self.sources.page_numbers or all(report.is_blank for report in self.reports):
+        if self._pictured or self.sources.page_numbers or all(report.is_blank for report in self.reports):
             return
         name, problems = self.document.name, [report.problem for report in self.reports if report.problem]
         if len({problem.code for problem in problems}) == 1 and len(problems) == len(self.reports):
@@ -56,13 +74,17 @@ class DocumentReading:
         reason = problems[0].message if problems else "OCR found no text; is it switched off?"
         raise DocumentError("empty_document", f"{name}: no text could be read: {reason}")
 
+    @property
+    def _known_pages(self) -> set[int]:
+        return {*self.sources.page_numbers, *self._pictured}
+
     def page_notes(self) -> list[str]:
         """Sentences that name the pages without text, neighbours with the same lack together."""
         blank = [report.number for report in self.reports if report.is_blank]
         silent = [
             report.number
             for report in self.reports
-            if not report.is_blank and report.problem is None and report.number not in self.sources.page_numbers
+            if not report.is_blank and report.problem is None and report.number not in self._known_pages
         ]
         notes = _about(blank, "is blank", "are blank") + _about(silent, "has no text", "have no text")
         for report in self.reports:
@@ -76,14 +98,15 @@ class DocumentReading:
         document = self.document
         page_notes = [f"Page {report.number}: {note}" for report in self.reports for note in report.notes]
         attachments = [f"Attached to the document and not read: {', '.join(document.attachments)}."]
-        return [*document.notes, *page_notes, *(attachments if document.attachments else [])]
+        unchecked = _about(self._pictured, "was read from its picture alone", "were read from their pictures alone")
+        return [*document.notes, *page_notes, *unchecked, *(attachments if document.attachments else [])]
 
 
 def _named(name: str, message: str) -> str:
     return message if name in message else f"{name}: {message}"
 
 
-def _about(numbers: Sequence[int], singular: str, plural: str) -> list[str]:
+def _about(numbers: Collection[int], singular: str, plural: str) -> list[str]:
     """`Page 4 is blank.`, `Pages 7-9 are blank.`"""
     runs: list[list[int]] = []
     for number in sorted(numbers):

@@ -1,10 +1,13 @@
 """What pipelines ask of an engine, so that they run against the real one and against a scripted one alike."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mmserve.config import EngineConfig
-from mmserve.request import FinishReason, SamplingParams
+from mmserve.request import FinishReason, ImageSpan, SamplingParams
+from mmserve.vision.image_source import ImageSource, PixelLimits
 
 
 class TextTokenizer(Protocol):
@@ -46,5 +49,57 @@ class TextEngine(Protocol):
     def config(self) -> EngineConfig: ...
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[TextDelta, None]: ...
+
+
+class Prompt(Protocol):
+    """What goes to the engine; its images exist until the block that built it is left."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def images(self) -> tuple[ImageSpan, ...]: ...
+
+
+class Prompts(Protocol):
+    """Messages, pictures in them or not, -> prompts. `engine.prompt_builder` says what each does."""
+
+    @property
+    def reads_images(self) -> bool: ...
+
+    @property
+    def limits(self) -> PixelLimits: ...
+
+    async def num_image_tokens(self, source: ImageSource, limits: PixelLimits | None = None) -> int: ...
+
+    def build(self, messages: Sequence[Mapping[str, Any]]) -> AbstractAsyncContextManager[Prompt]: ...
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+
+class TextPrompts:
+    """Prompts of an engine that reads text only."""
+
+    reads_images = False
+    limits = PixelLimits()
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def num_image_tokens(self, source: ImageSource, limits: PixelLimits | None = None) -> int:
+        raise NotImplementedError("a text model takes no pictures")
+
+    @asynccontextmanager
+    async def build(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[TextPrompt]:
+        yield TextPrompt(self._tokenizer.encode_chat(messages))

@@ -55,7 +55,7 @@ def choose_extracts(
     """
     if count < 1:
         return []
-    numbers = sources.page_numbers if within is None else within
+    numbers = sources.quotable(within)
     scores = _prose_scores(sources, numbers) or _line_scores(sources, numbers)
     num_taken = Counter(cited_pages)
     chosen: list[Extract] = []

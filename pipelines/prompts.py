@@ -4,12 +4,14 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mmserve.errors import RequestError
 from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.engine_protocol import TextTokenizer
 
+ContentPart = dict[str, Any]
+Content = str | list[ContentPart]
 Length = Literal["short", "medium", "long"]
 NUM_SENTENCES: Mapping[Length, str] = {"short": "three", "medium": "six", "long": "twelve"}
 
@@ -32,6 +34,16 @@ class Fence:
         sections = "\n\n".join(self.section(label, text) for text in texts)
         return f"<document {self.word}>\n{sections}\n</document {self.word}>"
 
+    def wrap_pictures(self, pages: Sequence[PageText]) -> list[ContentPart]:
+        """Parts of a message: each page's mark, then its picture, then its text where it has one."""
+        parts: list[ContentPart] = [{"type": "text", "text": f"<document {self.word}>\n"}]
+        for page in pages:
+            parts.append({"type": "text", "text": f"[page {page.number} {self.word}]\n"})
+            if page.picture is not None:
+                parts.append({"type": "image", "source": page.picture.source, "limits": page.picture.limits})
+            parts.append({"type": "text", "text": f"\n{page.text.strip()}\n\n" if page.text.strip() else "\n"})
+        return [*parts, {"type": "text", "text": f"</document {self.word}>"}]
+
     def section(self, label: str, text: PageText) -> str:
         return f"[{label} {text.number} {self.word}]\n{text.text.strip()}"
 
@@ -48,19 +60,30 @@ class SummaryPrompt:
     language: str | None = None
     prompt: str | None = None
 
-    def encode(self, tokenizer: TextTokenizer, fenced: str, *, is_final: bool) -> list[int]:
-        """`fenced` is the text of a document, of a part of one, or notes on its parts.
+    def messages(self, content: Content, *, is_final: bool, has_system: bool) -> list[dict[str, Any]]:
+        """`content` is the text of a document, of a part of one, or notes on its parts; or pages with pictures.
 
         The document comes last: small models go on with what stands at the end, and answer what stands at the start.
         """
         instructions = self.instructions(is_final=is_final)
+        if has_system:
+            return [{"role": "system", "content": instructions}, {"role": "user", "content": content}]
+        if isinstance(content, str):
+            return [{"role": "user", "content": f"{instructions}\n\n{content}"}]
+        return [{"role": "user", "content": [{"type": "text", "text": f"{instructions}\n\n"}, *content]}]
+
+    def encode(self, tokenizer: TextTokenizer, fenced: str, *, is_final: bool) -> list[int]:
+        """Ids of a request without pictures."""
+        has_system = self.takes_system_message(tokenizer)
+        return tokenizer.encode_chat(self.messages(fenced, is_final=is_final, has_system=has_system))
+
+    def takes_system_message(self, tokenizer: TextTokenizer) -> bool:
+        """Some chat templates take none."""
         try:
-            return tokenizer.encode_chat(
-                [{"role": "system", "content": instructions}, {"role": "user", "content": fenced}]
-            )
+            tokenizer.encode_chat(self.messages("", is_final=True, has_system=True))
         except RequestError:
-            # Some chat templates take no system message.
-            return tokenizer.encode_chat([{"role": "user", "content": f"{instructions}\n\n{fenced}"}])
+            return False
+        return True
 
     def instructions(self, *, is_final: bool) -> str:
         """The wording that the embedded model was found to follow best; only the final answer is translated."""

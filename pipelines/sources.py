@@ -90,8 +90,11 @@ class Sources:
         self._texts: dict[int, str] = {}
         self._pages_with: dict[str, list[int]] = defaultdict(list)
         self._languages: Counter[str] = Counter()
+        self._hearsay: set[int] = set()
 
-    def add(self, number: int, text: str) -> None:
+    def add(self, number: int, text: str, *, is_quotable: bool = True) -> None:
+        """What is not quotable is what a model read there: it supports statements, but is not the page's own word."""
+        self._hearsay.update(() if is_quotable else (number,))
         page = _analyse(number, text)
         self._texts[number] = text
         for key in page.places:
@@ -102,6 +105,10 @@ class Sources:
     @property
     def page_numbers(self) -> list[int]:
         return list(self._texts)
+
+    def quotable(self, numbers: Iterable[int] | None = None) -> list[int]:
+        """Those of `numbers`, by default of all pages, that were read word for word."""
+        return [n for n in (self._texts if numbers is None else numbers) if n in self._texts and n not in self._hearsay]
 
     def page(self, number: int) -> SourcePage:
         return _analyse(number, self._texts[number])

@@ -17,15 +17,17 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
-from mmserve.errors import RequestError
+from mmserve.errors import DocumentError, RequestError
 from mmserve.pipelines.answers import Answer, Usage, statements
-from mmserve.pipelines.checked_text import CheckedText
+from mmserve.pipelines.checked_text import CheckedText, ReadText
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
 from mmserve.pipelines.document import DocumentReader, DocumentReading
-from mmserve.pipelines.engine_protocol import TextEngine
+from mmserve.pipelines.engine_protocol import Prompts, TextEngine, TextPrompts
 from mmserve.pipelines.events import Done, Event, OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded
-from mmserve.pipelines.prompts import Fence, Length, SummaryPrompt
+from mmserve.pipelines.page_views import Mode, PageViews, sends_pictures
+from mmserve.pipelines.prompts import Content, Fence, Length, SummaryPrompt
 from mmserve.pipelines.summary import Citation, Summary, answer_warnings
 from mmserve.request import SamplingParams
 from mmserve.vision.pages import parse_page_selection
@@ -49,7 +51,8 @@ class SummarizeOptions:
     """A user's choices, validated at construction (`invalid_request` names the field).
 
     `pages` is a selection such as `1-4,7,10-`. `max_tokens` bounds the answer; by default `length` decides. `language`
-    is that of the summary, by name, the document's own if None. `prompt` says what to pay attention to.
+    is that of the summary, by name, the document's own if None. `prompt` says what to pay attention to. `mode` is what
+    the model gets of the pages: their pictures, their text, or with `auto` the best that it takes.
     """
 
     pages: str | None = None
@@ -59,8 +62,11 @@ class SummarizeOptions:
     prompt: str | None = None
     temperature: float = 0.0
     seed: int | None = None
+    mode: Mode = "auto"
 
     def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise RequestError("invalid_request", "mode must be auto, vision or text", param="mode")
         if self.length not in _MAX_TOKENS:
             raise RequestError("invalid_request", "length must be short, medium or long", param="length")
         self.sampling(1 if self.max_tokens is None else self.max_tokens)
@@ -77,8 +83,11 @@ async def summarize(
     options: SummarizeOptions,
     name: str | None = None,
     on_event: OnEvent | None = None,
+    prompts: Prompts | None = None,
 ) -> Summary:
     """Read the document at `path` and summarise it; `on_event` hears of progress and gets the text as it is checked.
+
+    `prompts` are those of the engine's model; without them it gets text only.
 
     Raises `DocumentError` for a document that cannot be read, `RequestError` for options that do not fit it or the
     model, `EngineError` if the engine cannot answer. Cancelling it aborts all its requests.
@@ -86,8 +95,13 @@ async def summarize(
     document = await reader.open(path, name=name)
     selection = parse_page_selection(options.pages or "1-", document.num_pages)
     tell = on_event or _tell_nobody
-    reading = DocumentReading(document, selection, reader, tell)
-    return await _Summarizer(reading, engine, options, tell).run()
+    prompts = prompts or TextPrompts(engine.tokenizer)
+    takes_pictures = sends_pictures(options.mode, prompts, document)
+    reading = DocumentReading(document, selection, reader, tell, takes_pictures=takes_pictures)
+    summarizer = _Summarizer(reading, engine, prompts, options, tell)
+    if takes_pictures:
+        summarizer.show_pictures()
+    return await summarizer.run()
 
 
 def _tell_nobody(_event: Event) -> None:
@@ -108,9 +122,19 @@ class Notes:
 class _Summarizer:
     """One document on its way through the engine."""
 
-    def __init__(self, reading: DocumentReading, engine: TextEngine, options: SummarizeOptions, tell: OnEvent) -> None:
+    def __init__(
+        self,
+        reading: DocumentReading,
+        engine: TextEngine,
+        prompts: Prompts,
+        options: SummarizeOptions,
+        tell: OnEvent,
+    ) -> None:
         self._reading = reading
         self._engine = engine
+        self._prompts = prompts
+        self._views: PageViews | None = None
+        self._undrawn: list[str] = []
         self._options = options
         self._tell = tell
         self._usage = Usage()
@@ -122,7 +146,12 @@ class _Summarizer:
         self._text = self._checked_text(write=self._write)
         self._prompt = SummaryPrompt(options.length, options.language, options.prompt)
         self._max_tokens = min(options.max_tokens or _MAX_TOKENS[options.length], max(engine.max_model_len // 4, 1))
+        self._has_system = self._prompt.takes_system_message(engine.tokenizer)
         self._budget = self._part_budget()
+
+    def show_pictures(self) -> None:
+        """Have the model see pages as pictures."""
+        self._views = PageViews(self._reading.document, self._prompts, self._options.mode, self._budget)
 
     async def run(self) -> Summary:
         try:
@@ -139,17 +168,31 @@ class _Summarizer:
         packer = PartPacker(self._budget, self._count_tokens)
         async with aclosing(self._reading.texts()) as texts:
             async for text in texts:
-                for part in packer.push(text):
+                for part in await self._parts_of(text, packer):
                     await self._submit_part(part)
         self._reading.require_something_read()
         last = packer.finish()
-        if last is None:
-            return
         if self._tasks:
-            await self._submit_part(last)
+            if last is not None:
+                await self._submit_part(last)
             await self._merge(await asyncio.gather(*self._tasks))
-        else:
+        elif last is not None:
             await self._write_answer("whole", last)
+
+    async def _parts_of(self, page: PageText, packer: PartPacker) -> list[Part]:
+        """The parts that this page closes; a page without text is one of its own, so that what is read has a page."""
+        if self._views is None:
+            return packer.push(page)
+        source = self._reading.reports[-1].source
+        try:
+            view = await self._views.view(page, source, self._count_tokens(page))
+        except DocumentError as error:
+            self._undrawn.append(f"{error.message}. What text there is was read instead.")
+            return packer.push(page) if page.text else []
+        if page.text:
+            return packer.push(view)
+        before = packer.finish()
+        return [*([before] if before else []), Part((view,))]
 
     async def _submit_part(self, part: Part) -> None:
         """Start a request, as soon as fewer are under way than the engine takes at once."""
@@ -166,14 +209,27 @@ class _Summarizer:
             self._slots.release()
 
     async def _take_notes(self, stage: Stage, number: int, part: Part, pages: Sequence[int]) -> Notes:
+        if stage == "part" and not set(pages) & set(self._reading.sources.page_numbers):
+            return await self._read_picture(number, part, pages[0])
         text = self._checked_text(within=pages)
         await self._ask(stage, number, part, text)
         self._num_dropped += text.num_dropped
         await text.add_extracts(_MIN_NOTES - len(text.citations))
         return Notes(tuple(pages), [citation.sentence for citation in text.citations])
 
+    async def _read_picture(self, number: int, part: Part, page: int) -> Notes:
+        """What the model read on a page without text becomes that page's text: it is all there is to look up in."""
+        read = ReadText()
+        await self._ask("part", number, part, read)
+        if read.sentences:
+            self._reading.sources.add(page, "\n".join(read.sentences), is_quotable=False)
+        return Notes((page,), read.sentences)
+
     async def _merge(self, notes: Sequence[Notes]) -> None:
         """Condense notes until they fit one request, then let that one write the summary."""
+        notes = [note for note in notes if note.sentences]
+        if not notes:
+            return
         while len(groups := self._grouped(notes)) > 1:
             notes = await asyncio.gather(*(self._condense(group, i) for i, group in enumerate(groups, start=1)))
         await self._write_answer("merge", _as_part(groups[0]))
@@ -218,29 +274,57 @@ class _Summarizer:
         is_partial = 2 * len(self._text.cited_pages) < min(num_pages, usual)
         return max(num_missing, usual - num_kept, 2) if is_partial else num_missing
 
-    async def _ask(self, stage: Stage, number: int, part: Part, text: CheckedText) -> Answer:
+    async def _ask(self, stage: Stage, number: int, part: Part, text: CheckedText | ReadText) -> Answer:
         """One request, whose statements go to `text`. `number` 0 is the request that writes the summary."""
+        try:
+            return await self._ask_about(stage, number, part, text)
+        except DocumentError as error:
+            if not part.has_pictures:
+                raise
+            self._undrawn.append(f"{error.message}. What text there is was read instead.")
+            readable = self._as_text(part)
+            return (
+                Answer(usage=self._usage) if readable is None else await self._ask_about(stage, number, readable, text)
+            )
+
+    def _as_text(self, part: Part) -> Part | None:
+        """The text of a part's pages, from the first on, as far as it fits."""
+        packer = PartPacker(self._budget, self._count_tokens)
+        for page in self._reading.sources.quotable(part.page_numbers):
+            closed = packer.push(PageText(page, self._reading.sources.page(page).text))
+            if closed:
+                return closed[0]
+        return packer.finish()
+
+    async def _ask_about(self, stage: Stage, number: int, part: Part, text: CheckedText | ReadText) -> Answer:
         fence = self._fence([page.text for page in part.texts])
-        fenced = fence.wrap(part.texts, label="notes from page" if stage == "merge" else "page")
-        prompt_token_ids = self._prompt.encode(self._engine.tokenizer, fenced, is_final=number == 0)
-        room = max(self._engine.max_model_len - len(prompt_token_ids), 1)
-        params = self._options.sampling(min(self._max_tokens, room))
+        content = self._content(stage, part, fence)
+        messages = self._prompt.messages(content, is_final=number == 0, has_system=self._has_system)
         answer, most = Answer(usage=self._usage), _MAX_SENTENCES[self._options.length]
-        self._tell(RequestSubmitted(stage, number, part.first_page, part.last_page))
-        async with aclosing(statements(self._engine, prompt_token_ids, params, answer)) as stream:
-            async for statement in stream:
-                text.add(replace(statement, text=fence.without_marks(statement.text)))
-                if len(text.citations) == most or text.num_passed_over == _PATIENCE:
-                    break
+        async with self._prompts.build(messages) as prompt:
+            room = max(self._engine.max_model_len - len(prompt.token_ids), 1)
+            params = self._options.sampling(min(self._max_tokens, room))
+            self._tell(RequestSubmitted(stage, number, part.first_page, part.last_page))
+            async with aclosing(statements(self._engine, prompt, params, answer)) as stream:
+                async for statement in stream:
+                    text.add(replace(statement, text=fence.without_marks(statement.text)))
+                    if text.num_kept == most or text.num_passed_over == _PATIENCE:
+                        break
         self._tell(RequestFinished(stage, number, answer.num_tokens))
         return answer
+
+    def _content(self, stage: Stage, part: Part, fence: Fence) -> Content:
+        if part.has_pictures:
+            return fence.wrap_pictures(part.texts)
+        return fence.wrap(part.texts, label="notes from page" if stage == "merge" else "page")
 
     def _fence(self, texts: Sequence[str]) -> Fence:
         return Fence.around(texts, seed=self._reading.document.sha256)
 
     def _count_tokens(self, page: PageText) -> int:
         marked = self._fence([page.text]).section("notes from page", page)
-        return len(self._engine.tokenizer.encode(f"{marked}\n\n", parse_special=False))
+        num_tokens = len(self._engine.tokenizer.encode(f"{marked}\n\n", parse_special=False))
+        return num_tokens if page.picture is None else num_tokens + page.picture.num_tokens
 
     def _part_budget(self) -> int:
         """Tokens that pages may take in one request. Raises `RequestError` if there is no room for any."""
@@ -278,6 +362,7 @@ class _Summarizer:
             num_dropped=self._num_dropped,
             warnings=(
                 *answer_warnings(self._text.citations, self._num_dropped, self._last_answer),
+                *self._undrawn,
                 *self._reading.warnings(),
             ),
             media_type=document.media_type,

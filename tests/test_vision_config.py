@@ -56,3 +56,46 @@ def test_flat_and_nested_say_the_same(family: str, qkv_bias: bool, qk_norm: bool
         assert not config.o_bias
         assert config.eos_token_ids == (7,)
     assert one.rope == other.rope
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, {"torch_dtype": "bfloat16"}, "float16"),
+        ({"dtype": "bfloat16"}, {}, "bfloat16"),
+        ({}, {"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({}, {}, "float32"),
+    ],
+)
+def test_the_whole_file_decides_the_precision(outer: dict[str, Any], text: dict[str, Any], dtype: str) -> None:
+    config = {**outer, "vision_config": _VISION, "text_config": {**_SIZES, **text}}
+    assert ModelConfig.from_hf(config).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "expected"),
+    [
+        # lmsys/vicuna-7b-v1.5 in LLaVA-1.5.
+        ("llava", {"max_position_embeddings": 4096, "model_type": "llama", "vocab_size": 32064}, (11008, 32, 4096)),
+        # mistralai/Mistral-7B-Instruct-v0.2 in LLaVA-NeXT.
+        (
+            "llava_next",
+            {"intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral"}
+            | {"num_key_value_heads": 8, "sliding_window": None},
+            (14336, 8, 32768),
+        ),
+        # Qwen/Qwen2-7B-Instruct in LLaVA-OneVision.
+        (
+            "llava_onevision",
+            {"hidden_size": 3584, "intermediate_size": 18944, "model_type": "qwen2", "num_attention_heads": 28}
+            | {"num_hidden_layers": 28, "num_key_value_heads": 4, "vocab_size": 152000},
+            (18944, 4, 32768),
+        ),
+    ],
+)
+def test_published_text_parts_leave_out_what_is_usual(
+    family: str, text: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    config = ModelConfig.from_hf({"model_type": family, "vision_config": _VISION, "text_config": text})
+    assert (config.intermediate_size, config.num_kv_heads, config.max_context) == expected
+    assert config.qkv_bias is (family == "llava_onevision")

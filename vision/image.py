@@ -84,6 +84,10 @@ class ImageFile:
         width, height = self._image.size
         return (height, width) if _orientation(self._image) in (5, 6, 7, 8) else (width, height)
 
+    def fitted_size(self, number: int, max_pixels: int) -> tuple[int, int]:
+        """Width and height of what `pixels` gives, as far as the file's headers tell."""
+        return _fit(self.size(number), max_pixels)
+
     def pixels(self, number: int, max_pixels: int) -> RGB:
         """RGB [height, width, 3] of a page, scaled down to `max_pixels`.
 

@@ -7,33 +7,12 @@ from typing import Protocol
 import torch
 
 from mmserve.errors import RequestError
+from mmserve.vision.image_source import PixelLimits as PixelLimits
 from mmserve.vision.patches import PixelPatches
 
 MAX_ASPECT_RATIO = 200
 # Part of every digest: raise it when the pixels of some processor change.
 PIXELS_VERSION = 1
-
-
-@dataclass(frozen=True)
-class PixelLimits:
-    """How many pixels of one picture the encoder may get, and how many at least; None leaves it to the checkpoint.
-
-    Qwen's families scale the picture. Families of tiles take fewer tiles: what counts are the pixels of all tiles and
-    of the overview, and one tile's worth is always taken; they, and LLaVA-1.5, have no use for `min_pixels`.
-    """
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("min_pixels", "max_pixels"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise RequestError("invalid_request", f"{name} must be at least 1", param=name)
-
-    def allows_tiles(self, num_tiles: int, tile_size: int) -> bool:
-        """Whether that many square tiles, the overview among them, stay within `max_pixels`."""
-        return self.max_pixels is None or num_tiles * tile_size**2 <= self.max_pixels
 
 
 @dataclass(frozen=True)
@@ -84,6 +63,15 @@ class ImageProcessor(Protocol):
 
     def process(self, image: torch.Tensor, plan: ImagePlan) -> list[PixelPatches]:
         """uint8 `[height, width, 3]` on any device -> normalised float32, one a planned item."""
+
+
+def plan_image(processor: ImageProcessor, width: int, height: int, limits: PixelLimits) -> ImagePlan:
+    """`processor.plan`, with regard to limits that are a ceiling."""
+    plan = processor.plan(width, height, limits)
+    if not limits.is_ceiling:
+        return plan
+    own = processor.plan(width, height, PixelLimits(limits.min_pixels))
+    return min(own, plan, key=lambda candidate: candidate.num_tokens)
 
 
 def check_shape(width: int, height: int) -> None:

@@ -1,5 +1,6 @@
 """What runs in a page worker: a process that opens, reads and renders, and that may die without harm to others."""
 
+import math
 import os
 import resource
 import threading
@@ -76,6 +77,15 @@ class PageWorker:
         else:
             pixels = _render(file, document.path, number, settings)
         return PageImage(pixels, image_digest(document, number, settings))
+
+    def image_size(self, document: Document, number: int, settings: RenderSettings) -> tuple[int, int]:
+        """Width and height of what `render_page` gives, without drawing it. Raises `DocumentError`."""
+        file = self._file(document.path, document.name, document.media_type)
+        if isinstance(file, ImageFile):
+            return file.fitted_size(number, settings.max_pixels)
+        with file.page(number) as page:
+            scale = page.scale_for(settings.dpi, settings.max_pixels)
+            return math.ceil(page.width * scale), math.ceil(page.height * scale)
 
     def close(self) -> None:
         while self._open_files:
@@ -161,8 +171,14 @@ _worker: PageWorker | None = None
 
 
 def start_worker(limits: PageLimits, options: PageOptions, num_ocr_threads: int) -> None:
-    """Set this process up as a page worker: behind the engine, its memory bounded, its life bound to its parent's."""
+    """Set this process up as a page worker."""
     global _worker
+    take_place(limits)
+    _worker = PageWorker(limits, options, num_ocr_threads)
+
+
+def take_place(limits: PageLimits) -> None:
+    """This process works behind the engine from now on, its memory bounded, its life bound to its parent's."""
     # The engine's threads wait for one another many times a step: a reader that holds a core back stalls them all.
     os.nice(_NICENESS)
     keep_heap_small()
@@ -171,7 +187,6 @@ def start_worker(limits: PageLimits, options: PageOptions, num_ocr_threads: int)
         bound = own + limits.worker_memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    _worker = PageWorker(limits, options, num_ocr_threads)
 
 
 def call_worker(method: str, *args: object) -> object:

@@ -8,14 +8,13 @@ et al. 2024): Bai et al. 2025 (2511.21631).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mmserve.errors import SetupError
 from mmserve.kernels.reference import silu_and_mul
+from mmserve.layers.activation import activation
 from mmserve.layers.linear import Linear
 from mmserve.layers.norm import LayerNorm, RMSNorm
 from mmserve.quantization.dense import dense_weight
@@ -25,12 +24,6 @@ from mmserve.vision.qwen_grid import interpolation_taps, pack_grids
 from mmserve.weights.layer_loader import LayerLoader
 
 _NORM_EPS = 1e-6
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +129,7 @@ class VitFeedForward:
         outward = f"{prefix}.down_proj" if config.gated else f"{prefix}.{names[1]}"
         self._in = loader.linear(inward, hidden, [inner] * len(inward), bias=True)
         self._out = loader.linear([outward], inner, (hidden,), bias=True)
-        self._activation = silu_and_mul if config.gated else _activation(config.activation)
+        self._activation = silu_and_mul if config.gated else activation(config.activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._out(self._activation(self._in(x)))
@@ -270,13 +263,6 @@ def _patch_embedding(loader: LayerLoader, name: str, config: QwenVitConfig) -> L
 
 def _norm(loader: LayerLoader, name: str, size: int, config: QwenVitConfig) -> RMSNorm | LayerNorm:
     return loader.norm(name, size, _NORM_EPS) if config.rms_norm else loader.layer_norm(name, size, _NORM_EPS)
-
-
-def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    if name not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise SetupError("model_unavailable", f"activation {name!r} of the vision tower is not one of {known}")
-    return _ACTIVATIONS[name]
 
 
 def _rows_and_columns(image: PixelPatches) -> tuple[int, int]:

@@ -5,6 +5,9 @@ import logging
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mmserve.errors import DocumentError, MMServeError
@@ -15,20 +18,38 @@ _CRASH = "reading it made the reader crash or run out of memory"
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class WorkerEntry:
+    """How a process becomes a worker, and the function through which one of the worker's methods is called."""
+
+    start: Callable[..., None]
+    arguments: tuple[Any, ...]
+    call: Callable[..., Any]
+
+
 class WorkerPool:
     """Starts its processes at the first task."""
 
-    def __init__(self, num_workers: int, limits: PageLimits, options: PageOptions) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        limits: PageLimits,
+        options: PageOptions,
+        entry: Callable[[], WorkerEntry] | None = None,
+    ) -> None:
+        """`entry` is asked when the first process starts: what it imports is not needed before. By default a page
+        worker's."""
         self._num_workers = num_workers
         self._limits = limits
         self._options = options
+        self._load_entry = entry or self._page_worker
         self._pool: Any = None
         self._futures: set[Any] = set()
         self._is_closed = False
         self._lock = threading.Lock()
 
     async def call(self, method: str, *args: object, timeout: float, attempts: int = 2) -> Any:
-        """One call of a worker's `PageWorker`; tried again where the worker dies or exceeds `timeout` seconds.
+        """One call of a worker's method; tried again where the worker dies or exceeds `timeout` seconds.
 
         Raises `DocumentError`: `timeout`, or `corrupt_document` for a task that kills its worker each time.
         """
@@ -72,28 +93,33 @@ class WorkerPool:
             future.cancel()
 
     def _schedule(self, method: str, args: tuple[object, ...], timeout: float) -> Any:
-        from mmserve.vision.page_workers import call_worker
-
         with self._lock:
             if self._is_closed:
                 raise _closed()
             if self._pool is None or not self._pool.active:
                 self._pool = self._start()
-            future: Any = self._pool.schedule(call_worker, args=(method, *args), timeout=timeout)
+            future: Any = self._pool.schedule(self._entry.call, args=(method, *args), timeout=timeout)
             self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future
 
+    @cached_property
+    def _entry(self) -> WorkerEntry:
+        return self._load_entry()
+
+    def _page_worker(self) -> WorkerEntry:
+        from mmserve.vision.page_workers import call_worker, start_worker
+
+        num_threads = min(_MAX_OCR_THREADS, max(1, (os.cpu_count() or 1) // self._num_workers))
+        return WorkerEntry(start_worker, (self._limits, self._options, num_threads), call_worker)
+
     def _start(self) -> Any:
         from pebble import ProcessPool
 
-        from mmserve.vision.page_workers import start_worker
-
-        num_threads = min(_MAX_OCR_THREADS, max(1, (os.cpu_count() or 1) // self._num_workers))
         return ProcessPool(
             max_workers=self._num_workers,
-            initializer=start_worker,
-            initargs=(self._limits, self._options, num_threads),
+            initializer=self._entry.start,
+            initargs=self._entry.arguments,
             context=multiprocessing.get_context("spawn"),
         )
 

@@ -14,6 +14,20 @@ class EncoderEntry:
     embeddings: Any = None
 
 
+@dataclass
+class EncoderWork:
+    """Running totals of what was encoded because it was not cached."""
+
+    num_runs: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.num_runs += 1
+        self.num_tokens += num_tokens
+        self.seconds += seconds
+
+
 class EncoderCache:
     """Bounded in tokens. An entry without pins stays until its room is needed."""
 
@@ -21,6 +35,7 @@ class EncoderCache:
         self.capacity_tokens = capacity_tokens
         self.num_queries = 0
         self.num_hits = 0
+        self.work = EncoderWork()
         self._entries: OrderedDict[bytes, EncoderEntry] = OrderedDict()
         self._unpinned: OrderedDict[bytes, None] = OrderedDict()
         self._num_tokens = 0

@@ -5,25 +5,31 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from mmserve.commands.documents import started_engine
-from mmserve.commands.options import EngineOptions, SamplingOptions, with_option_groups
+from mmserve.commands.options import EngineOptions, SamplingOptions, VisionOptions, with_option_groups
 from mmserve.commands.progress import printable, show_log
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
+from mmserve.vision.image_source import ImageSource
+from mmserve.vision.page_types import PageLimits
+from mmserve.vision.sniff import TEXT_TYPE
 from mmserve.weights import hub
 
 if TYPE_CHECKING:
     from mmserve.engine.client import EngineClient
+    from mmserve.engine.prompt_builder import BuiltPrompt, PromptBuilder
 
 CHAT_SAMPLING = SamplingOptions(temperature=0.6, top_p=0.95)
-Message = dict[str, str]
+Message = dict[str, Any]
+Part = dict[str, Any]
 app = typer.Typer()
 
 
@@ -34,9 +40,16 @@ def chat(
         str | None, typer.Argument(metavar="[PROMPT]", help="Answer this and end, instead of a conversation.")
     ] = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="What the model is told beforehand.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image", "-i", metavar="FILE", help="Picture or PDF that the first question is about; repeatable."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only answers and errors on the terminal.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more, with tracebacks.")] = False,
     sampling: SamplingOptions = CHAT_SAMPLING,
+    vision: VisionOptions = VisionOptions(),  # noqa: B008
     engine: EngineOptions = EngineOptions(),  # noqa: B008
 ) -> None:
     """Talk to the model.
@@ -50,21 +63,53 @@ def chat(
       mmserve chat
       mmserve chat "What is a purchase order?" --temperature 0
       mmserve chat "Put this plainly:" < notes.txt
+      mmserve chat --model Qwen/Qwen2.5-VL-3B-Instruct --image receipt.jpg "What is the total?"
     """
     show_log(verbose=verbose)
     params = sampling.to_params()
+    vision.to_limits()
     question = _question(prompt)
     if hub.is_demo(engine.model) and not quiet:
         typer.echo(hub.DEMO_NOTICE, err=True)
     console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
-    with started_engine(engine) as client, asyncio.Runner() as runner:
+    with (
+        started_engine(engine) as client,
+        contextlib.closing(vision.open_prompts(client, PageLimits())) as prompts,
+        asyncio.Runner() as runner,
+    ):
+        pictures = runner.run(_open_pictures(image or [], prompts))
         with console.status(f"Loading {engine.model}"):
             client.wait_until_ready()
-        conversation = Conversation(client, params, system)
+        conversation = Conversation(client, prompts, params, system, pictures=pictures)
         if question is not None:
             runner.run(conversation.answer(question))
         else:
             _converse(conversation, runner)
+
+
+async def _open_pictures(paths: Sequence[Path], prompts: "PromptBuilder") -> list[Part]:
+    """Each picture, and each page of a document. Raises `RequestError` for a model that reads text only."""
+    if not paths:
+        return []
+    if not prompts.reads_images:
+        raise RequestError(
+            "images_not_supported",
+            "this model reads text only: leave --image out and take a vision-language model, or use mmserve summarize",
+            param="image",
+        )
+    from mmserve.vision.pages import PageReader
+
+    parts: list[Part] = []
+    async with PageReader(num_workers=1) as reader:
+        for path in paths:
+            document = await reader.open(path)
+            if document.media_type == TEXT_TYPE:
+                raise RequestError("unsupported_type", f"{path} is text: pipe it in instead", param="image")
+            for page in range(1, document.num_pages + 1):
+                parts.append(
+                    {"type": "image", "source": ImageSource(document, page), "limits": prompts.limits.or_auto()}
+                )
+    return parts
 
 
 def _question(prompt: str | None) -> str | None:
@@ -94,19 +139,27 @@ class Conversation:
     """The messages so far; the oldest are forgotten when the context is full."""
 
     client: "EngineClient"
+    prompts: "PromptBuilder"
     params: SamplingParams
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    pictures: list[Part] = field(default_factory=list)
 
     async def answer(self, question: str) -> None:
         """Stream the answer to standard output, and remember both; of an interrupted answer what there is of it.
 
         Raises `RequestError` (`context_length_exceeded`) for a question too long by itself.
         """
-        self.messages.append({"role": "user", "content": question})
+        content = [*self.pictures, {"type": "text", "text": question}] if self.pictures else question
+        self.messages.append({"role": "user", "content": content})
         pieces: list[str] = []
         try:
-            async with contextlib.aclosing(self.client.generate(self._prompt_token_ids(), self.params)) as deltas:
+            async with (
+                self._prompt() as prompt,
+                contextlib.aclosing(
+                    self.client.generate(prompt.token_ids, self.params, images=prompt.images)
+                ) as deltas,
+            ):
                 async for delta in deltas:
                     pieces.append(delta.text)
                     _write(delta.text)
@@ -118,15 +171,18 @@ class Conversation:
             raise
         finally:
             if pieces:
+                self.pictures = []
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
                 _write("\n")
 
-    def _prompt_token_ids(self) -> list[int]:
+    @contextlib.asynccontextmanager
+    async def _prompt(self) -> AsyncIterator["BuiltPrompt"]:
         room = self.client.max_model_len - (self.params.max_tokens or 1)
         while True:
-            token_ids: list[int] = self.client.tokenizer.encode_chat(self._with_system())
-            if len(token_ids) <= room or len(self.messages) <= 1:
-                return token_ids
+            async with self.prompts.build(self._with_system()) as prompt:
+                if len(prompt.token_ids) <= room or len(self.messages) <= 1:
+                    yield prompt
+                    return
             del self.messages[:2]
 
     def _with_system(self) -> list[Message]:

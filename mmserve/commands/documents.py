@@ -7,14 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mmserve.commands.inputs import STANDARD_INPUT_NAME, DocumentFinder, Selection, standard_input_source
-from mmserve.commands.options import DocumentOptions, EngineOptions
+from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions
 from mmserve.commands.outputs import (
     DocumentSink,
     OutputFolder,
@@ -30,6 +31,7 @@ from mmserve.weights import hub
 
 if TYPE_CHECKING:
     from mmserve.engine.client import EngineClient
+    from mmserve.engine.prompt_builder import PromptBuilder
     from mmserve.vision.pages import PageReader
 
 EXIT_SOME_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -94,40 +96,59 @@ Worker = Callable[[Source], Awaitable[Result]]
 class Task:
     """Something to do with documents.
 
-    `options` tells apart what would give other results. `start` makes the function that does one document; what it
-    tells the callback is shown to the user meanwhile.
+    `options` tells apart what would give other results. `start` makes the function that does one document, of the
+    engine, the reader of pages and the builder of prompts; what it tells the callback is shown to the user meanwhile.
     """
 
     name: str
     options: str
-    start: "Callable[[EngineClient, PageReader, Callable[[str], None]], Worker]"
+    start: "Callable[[EngineClient, PageReader, PromptBuilder, Callable[[str], None]], Worker]"
 
 
-def run_task(
-    paths: list[Path], task: Task, files: BatchCommandOptions, engine: EngineOptions, documents: DocumentOptions
-) -> None:
+@dataclass(frozen=True)
+class TaskOptions:
+    """How the model and the pages are handled, whatever the task."""
+
+    engine: EngineOptions
+    documents: DocumentOptions
+    vision: VisionOptions = field(default_factory=VisionOptions)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What decides results."""
+        engine, documents, vision = self.engine, self.documents, self.vision
+        return (
+            (engine.model, engine.dtype, engine.load_format, engine.max_model_len, engine.seed),
+            (documents.ocr, documents.renderer, documents.dpi),
+            (vision.max_pixels, vision.min_pixels),
+        )
+
+    def check(self) -> None:
+        """Raises `RequestError` for what is wrong in itself: better before a model is loaded."""
+        self.engine.to_config()
+        self.vision.to_limits()
+
+
+def run_task(paths: list[Path], task: Task, files: BatchCommandOptions, options: TaskOptions) -> None:
     """Do `task` for all documents. Raises `typer.Exit` if some failed, `MMServeError` for what ends it all."""
     show_log(verbose=files.verbose)
     files.check()
-    engine.to_config()
+    options.check()
     selection = Selection(recursive=files.recursive, include=files.include or (), exclude=files.exclude or ())
     finder = DocumentFinder(paths, selection, files.output_dir)
-    folder = _output_folder(task, files, engine, documents)
+    folder = _output_folder(task, files, options)
     num_documents = _look_over(finder, folder, overwrites=files.force or files.resume)
     if files.dry_run:
         _print_plan(finder, folder)
     else:
-        _Run(task, files, finder, folder).run(num_documents, engine, documents)
+        _Run(task, files, finder, folder).run(num_documents, options)
 
 
-def _output_folder(
-    task: Task, files: BatchCommandOptions, engine: EngineOptions, documents: DocumentOptions
-) -> OutputFolder | None:
+def _output_folder(task: Task, files: BatchCommandOptions, options: TaskOptions) -> OutputFolder | None:
     if files.output_dir is None:
         return None
-    model = (engine.model, engine.dtype, engine.load_format, engine.max_model_len, engine.seed)
-    pages = (documents.ocr, documents.renderer, documents.dpi)
-    folder = OutputFolder(files.output_dir, files.format, options=repr((task.name, task.options, model, pages)))
+    identity = repr((task.name, task.options, *options.identity))
+    folder = OutputFolder(files.output_dir, files.format, options=identity)
     if files.resume:
         folder.load_journal()
     return folder
@@ -189,7 +210,7 @@ class _Run:
         self._totals = BatchTotals()
         self._display = Display(quiet=files.quiet)
 
-    def run(self, num_documents: int, engine: EngineOptions, documents: DocumentOptions) -> None:
+    def run(self, num_documents: int, options: TaskOptions) -> None:
         with contextlib.ExitStack() as stack:
             report = stack.enter_context(failure_report(self._files.report))
             sources: Iterable[Source] = self._finder
@@ -201,7 +222,7 @@ class _Run:
             sink = DocumentSink(self._folder, printer, report, self._display)
             stack.enter_context(ending_like_interrupted())
             with self._saying_when_interrupted():
-                self._run_batch(self._not_done(sources), sink, engine, documents)
+                self._run_batch(self._not_done(sources), sink, options)
         self._finish()
 
     def _printer(self) -> ResultPrinter:
@@ -220,20 +241,23 @@ class _Run:
             self._display.advance()
         return iter(())
 
-    def _run_batch(
-        self, sources: Iterator[Source], sink: DocumentSink, engine: EngineOptions, documents: DocumentOptions
-    ) -> None:
+    def _run_batch(self, sources: Iterator[Source], sink: DocumentSink, options: TaskOptions) -> None:
         first = next(sources, None)
         if first is None:
             return
-        if hub.is_demo(engine.model):
+        if hub.is_demo(options.engine.model):
             self._display.note(hub.DEMO_NOTICE)
-        self._display.describe(f"Loading {engine.model}")
+        self._display.describe(f"Loading {options.engine.model}")
         # Its processes start with the first page, but its options are checked now.
-        reader = documents.open_reader()
-        # Said before the engine is closed, which waits for the step that it is in.
-        with started_engine(engine) as client, self._saying_when_interrupted():
-            asyncio.run(self._work(itertools.chain([first], sources), sink, client, reader))
+        reader = options.documents.open_reader()
+        with (
+            started_engine(options.engine) as client,
+            contextlib.closing(options.vision.open_prompts(client, options.documents.to_limits())) as prompts,
+            # Said before the engine is closed, which waits for the step that it is in.
+            self._saying_when_interrupted(),
+        ):
+            start = partial(self._task.start, client, reader, prompts, self._display.describe)
+            asyncio.run(self._work(itertools.chain([first], sources), sink, start, reader))
 
     @contextlib.contextmanager
     def _saying_when_interrupted(self) -> Iterator[None]:
@@ -244,12 +268,11 @@ class _Run:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
     async def _work(
-        self, sources: Iterable[Source], sink: DocumentSink, client: "EngineClient", reader: "PageReader"
+        self, sources: Iterable[Source], sink: DocumentSink, start: Callable[[], Worker], reader: "PageReader"
     ) -> None:
         async with reader:
             self._display.describe(BAR_TITLE)
-            work = self._task.start(client, reader, self._display.describe)
-            await run_batch(sources, work, sink, self._batch_options, self._totals)
+            await run_batch(sources, start(), sink, self._batch_options, self._totals)
 
     def _outcome(self) -> str:
         totals = self._totals

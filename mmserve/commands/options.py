@@ -22,10 +22,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from mmserve.config import CacheConfig, DTypeName, EngineConfig, LoadFormat, SchedulerConfig, parse_bytes
+from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.page_types import OcrName, PageLimits, PageOptions, RendererName
 
 if TYPE_CHECKING:
+    from mmserve.engine.client import EngineClient
+    from mmserve.engine.prompt_builder import PromptBuilder
     from mmserve.vision.pages import PageReader
 
 R = TypeVar("R")
@@ -38,6 +42,7 @@ def _in_panel(panel: str) -> Callable[..., Any]:
 
 _engine = _in_panel("Model and engine")
 _pages = _in_panel("Reading pages")
+_vision = _in_panel("Pictures")
 _sampling = _in_panel("Sampling")
 
 
@@ -69,6 +74,12 @@ class EngineOptions:
     ] = SchedulerConfig.max_num_batched_tokens
     max_num_waiting: Annotated[int, _engine(min=1, help="Requests that may wait; more are refused.")] = (
         SchedulerConfig.max_num_waiting
+    )
+    max_encoder_tokens: Annotated[
+        int, _engine(min=1, help="Image tokens that the vision encoder computes in one step; one image may be more.")
+    ] = SchedulerConfig.max_encoder_tokens
+    encoder_cache_tokens: Annotated[int, _engine(min=1, help="Image tokens that are kept once they were encoded.")] = (
+        SchedulerConfig.encoder_cache_tokens
     )
     block_size: Annotated[int, _engine(min=1, help="Tokens in one block of the KV cache.")] = CacheConfig.block_size
     kv_cache_memory_bytes: Annotated[
@@ -109,6 +120,8 @@ class EngineOptions:
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_waiting=self.max_num_waiting,
+                max_encoder_tokens=self.max_encoder_tokens,
+                encoder_cache_tokens=self.encoder_cache_tokens,
             ),
         )
 
@@ -124,13 +137,47 @@ class DocumentOptions:
     max_pages: Annotated[int, _pages(help="Refuse documents of more pages.")] = PageLimits.max_pages
     max_file_bytes: Annotated[str, _pages(metavar="SIZE", help="Refuse larger files.")] = "200MiB"
 
+    def to_limits(self) -> PageLimits:
+        return PageLimits(max_pages=self.max_pages, max_bytes=parse_bytes(self.max_file_bytes))
+
     def open_reader(self) -> "PageReader":
         """A reader with these options; close it when done. Raises `RequestError` naming the option at fault."""
         from mmserve.vision.pages import PageReader
 
-        limits = PageLimits(max_pages=self.max_pages, max_bytes=parse_bytes(self.max_file_bytes))
+        limits = self.to_limits()
         options = PageOptions(ocr=self.ocr, renderer=self.renderer, dpi=self.dpi)
         return PageReader(limits=limits, options=options, num_workers=self.page_workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionOptions:
+    """How pictures and page images get to a model that takes them."""
+
+    max_pixels: Annotated[
+        int | None, _vision(min=1, help="Scale each picture and page down to this; as the model says if not given.")
+    ] = None
+    min_pixels: Annotated[
+        int | None, _vision(min=1, help="Scale each picture and page up to this; as the model says if not given.")
+    ] = None
+    num_preprocess_workers: Annotated[int, _vision(min=1, help="Processes that prepare pictures and pages.")] = 2
+
+    def to_limits(self) -> PixelLimits:
+        """Raises `RequestError` (`invalid_request`) for limits that contradict."""
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise RequestError("invalid_request", "--min-pixels must not exceed --max-pixels", param="min_pixels")
+        return PixelLimits(self.min_pixels, self.max_pixels)
+
+    def open_prompts(self, client: "EngineClient", pages: PageLimits) -> "PromptBuilder":
+        """What turns messages into prompts of the client's model; close it when done."""
+        from mmserve.engine.prompt_builder import PromptBuilder
+
+        limits, processor = self.to_limits(), client.image_processor
+        if processor is None:
+            return PromptBuilder(client.tokenizer, limits=limits)
+        from mmserve.vision.preprocess_pool import PreprocessPool
+
+        pool = PreprocessPool(processor, num_workers=self.num_preprocess_workers, limits=pages)
+        return PromptBuilder(client.tokenizer, processor, pool, limits=limits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mmserve.commands.documents import EXIT_INTERRUPTED, started_engine
-from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
+from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.progress import show_log
 from mmserve.config import parse_bytes
 from mmserve.weights import hub
@@ -40,6 +41,20 @@ class ServerOptions:
     upload_dir: Annotated[
         Path | None, _option(help="Folder for uploads while they are worked on.", show_default="the system's")
     ] = None
+    max_images_per_request: Annotated[
+        int, _option(min=1, help="Pictures and pages in one chat request; a PDF counts with all of its pages.")
+    ] = 64
+    max_media_size: Annotated[
+        str, _option(metavar="SIZE", help="Largest pictures and documents of one chat request, all together.")
+    ] = "32MiB"
+    allowed_media_hosts: Annotated[
+        list[str] | None,
+        _option(
+            metavar="HOST",
+            help="Host from which chat requests may name pictures by URL: host, host:port, *.domain or *; repeatable.",
+            show_default="none",
+        ),
+    ] = None
     verbose: Annotated[bool, _option("--verbose", "-v", help="Say more, with one line a request.")] = False
 
 
@@ -48,6 +63,7 @@ class ServerOptions:
 def serve(
     server: ServerOptions = ServerOptions(),
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+    vision: VisionOptions = VisionOptions(),  # noqa: B008
     engine: EngineOptions = SERVE_ENGINE,
 ) -> None:
     """Answer over HTTP: documents at /v1/summarize, and OpenAI's chat and completions.
@@ -72,10 +88,20 @@ def serve(
         max_files=server.max_files,
         max_concurrent_documents=server.max_concurrent_documents,
         upload_dir=server.upload_dir,
+        max_images_per_request=server.max_images_per_request,
+        # A picture in base64 takes a third more, and the text comes on top.
+        max_json_bytes=parse_bytes(server.max_media_size) * 3 // 2,
+        max_media_bytes=parse_bytes(server.max_media_size),
+        allowed_media_hosts=tuple(server.allowed_media_hosts or ()),
     )
+    vision.to_limits()
     if hub.is_demo(engine.model):
         typer.echo(hub.DEMO_NOTICE, err=True)
-    with bind(server.host, server.port) as listener, started_engine(engine) as client:
-        stopped_by = run_server(client, documents.open_reader(), settings, listener, say=typer.echo)
+    with (
+        bind(server.host, server.port) as listener,
+        started_engine(engine) as client,
+        closing(vision.open_prompts(client, documents.to_limits())) as prompts,
+    ):
+        stopped_by = run_server(client, documents.open_reader(), prompts, settings, listener, say=typer.echo)
     if stopped_by == signal.SIGINT:
         raise typer.Exit(EXIT_INTERRUPTED)

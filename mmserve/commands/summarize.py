@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, Task, Worker, run_task
-from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
+from mmserve.commands.documents import BatchCommandOptions, Task, TaskOptions, Worker, run_task
+from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.pipelines.batch import Source
 from mmserve.pipelines.events import Event, PageRead, RequestSubmitted
+from mmserve.pipelines.page_views import Mode
 from mmserve.pipelines.prompts import Length
 
 if TYPE_CHECKING:
     from mmserve.engine.client import EngineClient
+    from mmserve.engine.prompt_builder import PromptBuilder
     from mmserve.pipelines.summarize import SummarizeOptions
     from mmserve.vision.pages import PageReader
 
@@ -40,6 +42,11 @@ class SummaryOptions:
         int | None, typer.Option(min=1, help="Longest answer in tokens; --length decides if not given.")
     ] = None
 
+    mode: Annotated[
+        Mode,
+        typer.Option(help="What the model gets: pages as pictures, as text, or the best that it takes (auto)."),
+    ] = "auto"
+
     def to_options(self, max_pages: int) -> "SummarizeOptions":
         """Raises `RequestError` for what is wrong whatever the document: better before the model is loaded."""
         from mmserve.pipelines.summarize import SummarizeOptions
@@ -59,6 +66,7 @@ def summarize(
     summary: SummaryOptions = SummaryOptions(),
     files: BatchCommandOptions = BatchCommandOptions(),  # noqa: B008
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008
+    vision: VisionOptions = VisionOptions(),  # noqa: B008
     engine: EngineOptions = EngineOptions(),  # noqa: B008
 ) -> None:
     """Summarise documents, with page citations such as [p. 3].
@@ -87,11 +95,16 @@ def summarize(
     Exit codes: 0 all done, 1 some failed, 2 wrong usage, 3 model or dependency missing, 130 interrupted.
     """
     options = summary.to_options(documents.max_pages)
-    run_task(paths, Task("summarize", repr(options), _starter(options)), files, engine, documents)
+    task = Task("summarize", repr(options), _starter(options))
+    run_task(paths, task, files, TaskOptions(engine, documents, vision))
 
 
-def _starter(options: "SummarizeOptions") -> "Callable[[EngineClient, PageReader, Callable[[str], None]], Worker]":
-    def start(engine: "EngineClient", reader: "PageReader", tell: Callable[[str], None]) -> Worker:
+def _starter(
+    options: "SummarizeOptions",
+) -> "Callable[[EngineClient, PageReader, PromptBuilder, Callable[[str], None]], Worker]":
+    def start(
+        engine: "EngineClient", reader: "PageReader", prompts: "PromptBuilder", tell: Callable[[str], None]
+    ) -> Worker:
         from mmserve.pipelines.summarize import Summary, summarize
 
         async def work(source: Source) -> Summary:
@@ -101,7 +114,13 @@ def _starter(options: "SummarizeOptions") -> "Callable[[EngineClient, PageReader
                     tell(f"{source.path.name[:MAX_NAME_SHOWN]}: {step}")
 
             return await summarize(
-                source.path, name=source.label, engine=engine, reader=reader, options=options, on_event=on_event
+                source.path,
+                name=source.label,
+                engine=engine,
+                reader=reader,
+                options=options,
+                on_event=on_event,
+                prompts=prompts,
             )
 
         return work

@@ -32,7 +32,9 @@ from mmserve.engine.messages import (
 )
 from mmserve.engine.transport import ProcessTransport, ThreadTransport
 from mmserve.errors import MMServeError, RequestError
-from mmserve.request import SamplingParams
+from mmserve.request import ImageSpan, SamplingParams
+from mmserve.vision.image_plan import ImageProcessor
+from mmserve.vision.preprocess import load_processor
 from mmserve.weights.checkpoint import open_checkpoint
 from mmserve.weights.tokenizer import Tokenizer
 
@@ -40,12 +42,22 @@ __all__ = ["Completion", "CompletionDelta", "EngineClient", "RequestTimings"]
 
 
 class EngineClient:
-    """One engine. `generate` may be called from any event loop, `abort` from any thread."""
+    """One engine. `generate` may be called from any event loop, `abort` from any thread.
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, model_config: ModelConfig) -> None:
+    `image_processor` is None for a model that reads text only.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        model_config: ModelConfig,
+        image_processor: ImageProcessor | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.model_config = model_config
+        self.image_processor = image_processor
         self.max_model_len = config.max_model_len or model_config.max_context
         self.stats = EngineStats()
         self.observers: list[Callable[[RequestTimings], None]] = []
@@ -64,7 +76,8 @@ class EngineClient:
         """Find the model, read its tokenizer, start the engine; it loads while this returns. Raises `SetupError`."""
         checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
         model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        return cls(config, checkpoint.tokenizer(), model_config)
+        tokenizer = checkpoint.tokenizer()
+        return cls(config, tokenizer, model_config, load_processor(checkpoint, tokenizer))
 
     @property
     def state(self) -> Literal["starting", "ready", "dead"]:
@@ -79,9 +92,16 @@ class EngineClient:
         self._raise_if_dead()
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Deltas of all `params.n` answers, interleaved. Leaving the iterator aborts what is unfinished.
+
+        The patches of `images` have to stay in shared memory until then.
 
         Raises `RequestError` for what the engine refuses, `EngineError` if it dies.
         """
@@ -94,7 +114,7 @@ class EngineClient:
         }
         self._open(list(builders), mailbox)
         try:
-            self._submit(list(builders), token_ids, params)
+            self._submit(list(builders), token_ids, params, tuple(images))
             while mailbox.open_ids:
                 output = await mailbox.get()
                 if output.request_id not in mailbox.open_ids:
@@ -114,10 +134,16 @@ class EngineClient:
                 self._observe(builder.timings())
 
     async def complete(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> list[Completion]:
         """All `params.n` answers, whole, in order."""
-        deltas = [delta async for delta in self.generate(prompt_token_ids, params, request_id=request_id)]
+        stream = self.generate(prompt_token_ids, params, request_id=request_id, images=images)
+        deltas = [delta async for delta in stream]
         return [merge_deltas([delta for delta in deltas if delta.index == index]) for index in range(params.n)]
 
     def abort(self, request_id: str) -> None:
@@ -147,11 +173,13 @@ class EngineClient:
         if self._failure is not None:
             mailbox.fail(as_exception(RequestFailure(self._failure.code, self._failure.message)))
 
-    def _submit(self, child_ids: list[str], prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def _submit(
+        self, child_ids: list[str], prompt_token_ids: list[int], params: SamplingParams, images: tuple[ImageSpan, ...]
+    ) -> None:
         seed = uuid.uuid4().int & (2**63 - 1) if params.seed is None else params.seed
         for index, child_id in enumerate(child_ids):
             request = EngineRequest(
-                child_id, prompt_token_ids, params, seed=seed + index, arrival_time=time.monotonic()
+                child_id, prompt_token_ids, params, seed=seed + index, images=images, arrival_time=time.monotonic()
             )
             self.transport.send(request)
 

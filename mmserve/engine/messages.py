@@ -64,6 +64,11 @@ class EngineStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
+    num_encoder_runs: int = 0
+    num_encoder_tokens: int = 0
+    encoder_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

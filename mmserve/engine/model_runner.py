@@ -1,5 +1,6 @@
 """From a scheduled batch to tensors, logits and token ids. Owns the device, the weights and the paged tensors."""
 
+import time
 from collections.abc import Sequence as Rows
 from weakref import WeakKeyDictionary
 
@@ -122,10 +123,14 @@ class ModelRunner:
         if not images:
             return
         assert isinstance(self._model, VisionLanguageModel)
+        started = time.perf_counter()
         patches = [load_patches(image.patches, self.device) for image in images if image.patches is not None]
         for image, embeddings in zip(images, self._model.encode_images(patches), strict=True):
             # A copy: slices of one batch would keep the whole of it alive as long as the last of them.
             self.encoder_cache.put(image.content_hash, embeddings.clone() if len(images) > 1 else embeddings)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.encoder_cache.work.add(sum(image.length for image in images), time.perf_counter() - started)
 
     def _embed(self, token_ids: list[int], rows: Rows[ScheduledSequence]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Embeddings `[T, hidden]`, those of images in the placeholders' rows; and the deepstack features if any."""

@@ -74,6 +74,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def stats(self) -> EngineStats:
+        encoder_cache = self.images.cache
         return EngineStats(
             num_requests_running=len(self.running),
             num_requests_waiting=len(self.waiting),
@@ -81,6 +82,11 @@ class Scheduler:
             prefix_cache_queries=self.prefix_cache.num_queried_tokens if self.prefix_cache is not None else 0,
             prefix_cache_hits=self.prefix_cache.num_hit_tokens if self.prefix_cache is not None else 0,
             num_preemptions=self.num_preemptions,
+            encoder_cache_queries=encoder_cache.num_queries,
+            encoder_cache_hits=encoder_cache.num_hits,
+            num_encoder_runs=encoder_cache.work.num_runs,
+            num_encoder_tokens=encoder_cache.work.num_tokens,
+            encoder_seconds=encoder_cache.work.seconds,
         )
 
     def add(self, sequence: Sequence) -> None:

@@ -45,7 +45,7 @@ def _inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tenso
     if scaling is None:
         return frequencies, 1.0
     kind = scaling["rope_type"]
-    if kind in ("default", "mrope"):
+    if kind == "default":
         return frequencies, 1.0
     if kind == "linear":
         return frequencies / float(scaling["factor"]), 1.0

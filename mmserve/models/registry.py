@@ -10,6 +10,10 @@ from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
 from mmserve.errors import SetupError
 from mmserve.models.decoder import Decoder
+from mmserve.models.idefics3 import Idefics3
+from mmserve.models.llava import Llava
+from mmserve.models.llava_next import LlavaNext
+from mmserve.models.llava_onevision import LlavaOnevision
 from mmserve.models.qwen_vl import QwenVL
 from mmserve.vision.patches import PixelPatches
 from mmserve.weights.layer_loader import LayerLoader
@@ -42,9 +46,14 @@ _ARCHITECTURES: Mapping[str, ModelClass] = {
     "MistralForCausalLM": Decoder,
     "Qwen2ForCausalLM": Decoder,
     "Qwen3ForCausalLM": Decoder,
+    "LlavaForConditionalGeneration": Llava,
+    "LlavaNextForConditionalGeneration": LlavaNext,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevision,
     "Qwen2VLForConditionalGeneration": QwenVL,
     "Qwen2_5_VLForConditionalGeneration": QwenVL,
     "Qwen3VLForConditionalGeneration": QwenVL,
+    "Idefics3ForConditionalGeneration": Idefics3,
+    "SmolVLMForConditionalGeneration": Idefics3,
 }
 
 

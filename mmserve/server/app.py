@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 import mmserve
+from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
 from mmserve.server.routers import chat, completions, health, models, summarize
@@ -19,9 +20,14 @@ if TYPE_CHECKING:
 UPLOAD_PATHS = ("/v1/summarize",)
 
 
-def create_app(client: ServedEngine, reader: "PageReader", settings: ServerSettings) -> FastAPI:
-    """An app that serves `client`, which may still be starting. Who made client and reader closes them, not the app."""
-    state = ServerState(client, reader, settings)
+def create_app(
+    client: ServedEngine, reader: "PageReader", settings: ServerSettings, prompts: PromptBuilder | None = None
+) -> FastAPI:
+    """An app that serves `client`, which may still be starting. Who made its arguments closes them, not the app.
+
+    Without `prompts` the app takes no pictures.
+    """
+    state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings)
     app = FastAPI(
         title="mmserve",
         version=mmserve.__version__,

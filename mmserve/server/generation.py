@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mmserve.request import FinishReason, SamplingParams, TokenLogprob
+from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
 from mmserve.server.schemas.common import Usage
 from mmserve.server.state import ServerState
 
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What goes to the engine: `params.n` answers to each prompt, numbered prompt by prompt."""
+    """What goes to the engine: `params.n` answers to each prompt, numbered prompt by prompt.
+
+    `images` are those of the one prompt; several prompts have none.
+    """
 
     request_id: str
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_answers(self) -> int:
@@ -77,7 +81,9 @@ async def generate(
     """
     with state.gate.admit(request.num_answers):
         streams = [
-            state.engine.generate(prompt, request.params, request_id=f"{request.request_id}-{position}")
+            state.engine.generate(
+                prompt, request.params, request_id=f"{request.request_id}-{position}", images=request.images
+            )
             for position, prompt in enumerate(request.prompts)
         ]
         async with aclosing(_merged(streams)) as deltas:

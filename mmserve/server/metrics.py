@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from mmserve.engine.messages import EngineStats
+from mmserve.vision.preprocess_pool import PreprocessStats
 
 if TYPE_CHECKING:
     from mmserve.engine.client import RequestTimings
@@ -22,10 +23,11 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class EngineCollector(Collector):
-    """Reads the engine's latest statistics at every scrape; its totals need no second bookkeeping here."""
+    """Reads the latest statistics of engine and preprocessing at every scrape: no second bookkeeping here."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None]) -> None:
         self._stats = stats
+        self._preprocessing = preprocessing
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -35,14 +37,22 @@ class EngineCollector(Collector):
         yield _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_cache_queries)
         yield _counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits)
         yield _counter("num_preemptions", "Sequences sent back to the queue for want of blocks.", stats.num_preemptions)
+        yield _counter("encoder_cache_queries", "Images looked up in the encoder cache.", stats.encoder_cache_queries)
+        yield _counter("encoder_cache_hits", "Images found in the encoder cache.", stats.encoder_cache_hits)
+        yield _counter("encoder_tokens", "Tokens that the vision encoder computed.", stats.num_encoder_tokens)
+        yield _summary("encoder_seconds", "Runs of the encoder.", stats.num_encoder_runs, stats.encoder_seconds)
+        work = self._preprocessing() or PreprocessStats()
+        yield _summary("preprocess_seconds", "Preprocessing of a picture.", work.num_images, work.seconds)
 
 
 class ServerMetrics:
     """Histograms and counters over finished sequences; `observe` may be called from any thread."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None] = lambda: None
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats))
+        self.registry.register(EngineCollector(stats, preprocessing))
         self._prompt_tokens = self._new_counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generation_tokens = self._new_counter("generation_tokens", "Generated tokens of finished requests.")
         self._finished = Counter(
@@ -90,3 +100,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"mmserve_{name}", text, value=value)
+
+
+def _summary(name: str, text: str, count: int, total: float) -> Metric:
+    return SummaryMetricFamily(f"mmserve_{name}", text, count_value=count, sum_value=total)

@@ -19,6 +19,7 @@ from mmserve.server.state import ServerState
 
 if TYPE_CHECKING:
     from mmserve.engine.client import EngineClient
+    from mmserve.engine.prompt_builder import PromptBuilder
     from mmserve.vision.pages import PageReader
 
 # Beyond the drain's own end, so that requests end with an answer before uvicorn cancels them.
@@ -69,6 +70,7 @@ class DrainingServer(uvicorn.Server):
 def run_server(
     engine: "EngineClient",
     reader: "PageReader",
+    prompts: "PromptBuilder",
     settings: ServerSettings,
     listener: socket.socket,
     *,
@@ -76,9 +78,9 @@ def run_server(
 ) -> int | None:
     """Serves until a signal, and returns it; main thread only. `say` gets a sentence for whoever started the server.
 
-    Raises what the engine could not start for. The reader is closed at the end, the engine is the caller's.
+    Raises what the engine could not start for. The reader is closed at the end, the rest is the caller's.
     """
-    server = DrainingServer(create_app(engine, reader, settings), settings)
+    server = DrainingServer(create_app(engine, reader, settings, prompts), settings)
     with server.signals_stop():
         say(f"Listening on {url_of(listener)} (docs at {url_of(listener)}/docs); the model is being loaded.")
         asyncio.run(_serve(server, engine, reader, listener, say))

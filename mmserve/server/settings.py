@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmserve.errors import RequestError
+from mmserve.server.media_fetch import parse_allowed_hosts
 
 MIB = 1024**2
 
@@ -19,6 +20,9 @@ class ServerSettings:
     max_files: int = 64
     max_concurrent_documents: int = 4
     upload_dir: Path | None = None
+    max_images_per_request: int = 64
+    max_media_bytes: int = 32 * MIB
+    allowed_media_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self.request_timeout is None or self.request_timeout > 0, "request-timeout", "must be above 0")
@@ -26,6 +30,9 @@ class ServerSettings:
         _check(self.max_json_bytes > 0, "max-json-bytes", "must be positive")
         _check(self.max_upload_bytes > 0, "max-upload-size", "must be positive")
         _check(self.max_files > 0, "max-files", "must be positive")
+        _check(self.max_images_per_request > 0, "max-images-per-request", "must be positive")
+        _check(self.max_media_bytes > 0, "max-media-size", "must be positive")
+        parse_allowed_hosts(self.allowed_media_hosts)
         _check(self.max_concurrent_documents > 0, "max-concurrent-documents", "must be positive")
 
 

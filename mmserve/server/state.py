@@ -13,14 +13,16 @@ import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import EngineError, RequestError
-from mmserve.request import SamplingParams
+from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
+from mmserve.server.media_fetch import MediaFetcher, parse_allowed_hosts
 from mmserve.server.metrics import ServerMetrics
 from mmserve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta, RequestTimings
+    from mmserve.engine.prompt_builder import PromptBuilder
     from mmserve.vision.pages import PageReader
     from mmserve.weights.tokenizer import Tokenizer
 
@@ -38,19 +40,28 @@ class ServedEngine(Protocol):
     def state(self) -> Literal["starting", "ready", "dead"]: ...
 
     def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> "AsyncGenerator[CompletionDelta, None]": ...
 
 
 class ServerState:
-    """One app's engine, page reader, settings, limits and metrics."""
+    """One app's engine, page reader, prompt builder, settings, limits and metrics."""
 
-    def __init__(self, engine: ServedEngine, reader: "PageReader", settings: ServerSettings) -> None:
+    def __init__(
+        self, engine: ServedEngine, reader: "PageReader", prompts: "PromptBuilder", settings: ServerSettings
+    ) -> None:
         self.engine = engine
         self.reader = reader
+        self.prompts = prompts
         self.settings = settings
+        self.fetcher = MediaFetcher(parse_allowed_hosts(settings.allowed_media_hosts), settings.max_media_bytes)
         self.drain = Drain()
-        self.metrics = ServerMetrics(lambda: engine.stats)
+        self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
         self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler

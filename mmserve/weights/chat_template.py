@@ -36,7 +36,7 @@ def render_chat(
 ) -> list[RenderedPiece]:
     """The rendered chat in pieces. `RequestError` (`invalid_request`) with the template's own complaint if it fails."""
     markers = _Markers(control_tokens)
-    plain_messages = [_plain_message(message) for message in messages]
+    plain_messages = [_plain_message(message, as_parts=not _takes_strings(template)) for message in messages]
     try:
         rendered = _compile(template).render(
             messages=markers.mark(plain_messages),
@@ -77,19 +77,36 @@ class _Markers:
         return [RenderedPiece(piece, is_text=i % 2 == 1) for i, piece in enumerate(pieces) if piece]
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:
+    """Content as one text where that is all there is and the template takes it, else as its parts."""
     plain = {key: value for key, value in message.items() if value is not None}
-    if isinstance(plain.get("content"), list | tuple):
-        plain["content"] = "\n".join(_part_text(part) for part in plain["content"])
+    content = plain.get("content")
+    if isinstance(content, list | tuple):
+        parts = [_plain_part(part) for part in content]
+        has_images = any(part["type"] == "image" for part in parts)
+        plain["content"] = parts if as_parts or has_images else "\n".join(part["text"] for part in parts)
+    elif as_parts and isinstance(content, str):
+        plain["content"] = [{"type": "text", "text": content}]
     return plain
 
 
-def _part_text(part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise RequestError(
-        "invalid_request", "this model takes text: message content must be a string or parts of type text"
-    )
+def _plain_part(part: Any) -> dict[str, str]:
+    if isinstance(part, Mapping):
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if part.get("type") == "image":
+            return {"type": "image"}
+    raise RequestError("invalid_request", "message content must be a string, or parts of type text and image")
+
+
+@lru_cache(maxsize=8)
+def _takes_strings(template: str) -> bool:
+    """Templates of some vision-language models pass over, without a word, a content that is no list of parts."""
+    probe = "7263580149"
+    try:
+        return probe in _compile(template).render(messages=[{"role": "user", "content": probe}])
+    except Exception:  # the template that refuses a probe may take real messages, and says what it misses otherwise
+        return True
 
 
 class _GenerationBlock(Extension):

@@ -28,6 +28,7 @@ class WeightReader:
         self._dtype = dtype
         self._names = checkpoint.names()
         self._taken: set[str] = set()
+        self._left: tuple[str, ...] = ()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`. `SetupError` names it if it is absent or not of `shape`."""
@@ -47,8 +48,12 @@ class WeightReader:
         self._taken.add(name)
         return packed
 
+    def leave(self, prefix: str) -> None:
+        """The model has no use for weights whose names start with `prefix`."""
+        self._left = (*self._left, prefix)
+
     def finish(self) -> None:
-        """Raise `SetupError` naming every weight of the checkpoint that the model did not take."""
+        """Raise `SetupError` naming every weight of the checkpoint that the model neither took nor left."""
         left_over = sorted(name for name in self._names - self._taken if not self._is_ignorable(name))
         if left_over:
             shown = ", ".join(left_over[:_MAX_NAMES_SHOWN])
@@ -59,7 +64,7 @@ class WeightReader:
 
     def _is_ignorable(self, name: str) -> bool:
         is_tied_head = name == "lm_head.weight" and has_tied_embeddings(self._checkpoint.config)
-        return is_tied_head or _IGNORABLE.search(name) is not None
+        return is_tied_head or name.startswith(self._left) or _IGNORABLE.search(name) is not None
 
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -40,8 +40,26 @@ def from_gguf(name: str) -> str:
 # By `model_type`: pattern at the start of a name, and what stands there instead. The first that matches counts.
 _VISION_LANGUAGE: Mapping[str, Sequence[tuple[str, str]]] = {
     **dict.fromkeys(
+        ("llava", "llava_next", "llava_onevision"),
+        (
+            (r"(model\.)?vision_tower\.(vision_model\.)?", "vision."),
+            (r"(model\.)?multi_modal_projector\.", "projector."),
+            (r"(model\.)?image_newline", "projector.image_newline"),
+            (r"language_model\.model\.|model\.language_model\.", "model."),
+            (r"language_model\.lm_head\.", "lm_head."),
+        ),
+    ),
+    **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
         ((r"(model\.)?visual\.", "vision."), (r"model\.language_model\.", "model.")),
+    ),
+    **dict.fromkeys(
+        ("idefics3", "smolvlm"),
+        (
+            (r"(model\.)?vision_model\.", "vision."),
+            (r"(model\.)?connector\.", "projector."),
+            (r"(model\.)?text_model\.", "model."),
+        ),
     ),
 }
 

@@ -8,7 +8,7 @@ from mmserve.commands import documents
 from mmserve.commands.options import EngineOptions
 from mmserve.config import EngineConfig
 from mmserve.engine.client import CompletionDelta
-from mmserve.request import SamplingParams
+from mmserve.request import ImageSpan, SamplingParams
 
 INVOICE = "Invoice 2025-0417 of Kestrel Instrument Works. The amount of 1,480 pounds is due on 3 May 2025."
 ANSWER = "The amount of 1,480 pounds is due on 3 May 2025."
@@ -25,6 +25,8 @@ class ByteTokenizer:
 
 
 class ScriptedEngine:
+    image_processor = None
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.tokenizer = ByteTokenizer()
@@ -32,7 +34,12 @@ class ScriptedEngine:
         self.prompts: list[str] = []
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[CompletionDelta, None]:
         self.prompts.append(bytes(prompt_token_ids).decode())
         yield CompletionDelta(0, ANSWER, (1, 2, 3), (), "stop", None, len(prompt_token_ids), 0)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from typer.testing import Result
 
 from mmserve import cli
 from mmserve.commands import documents
-from mmserve.commands.documents import BatchCommandOptions, Task, Worker, run_task
+from mmserve.commands.documents import BatchCommandOptions, Task, TaskOptions, Worker, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
 from mmserve.errors import DocumentError, MMServeError, SetupError
 from mmserve.pipelines.batch import Source
@@ -42,7 +43,7 @@ class Shout:
         return f"# {self.name}\n\n{self.text}\n"
 
 
-def start(_engine: object, _reader: object, tell: Callable[[str], None]) -> Worker:
+def start(_engine: object, _reader: object, _prompts: object, tell: Callable[[str], None]) -> Worker:
     async def shout(source: Source) -> Shout:
         tell(f"Shouting {source.name}")
         text = source.path.read_text()
@@ -67,7 +68,7 @@ def shout(
     greeting: Annotated[str, typer.Option(help="Tells one run from another.")] = "hello",
 ) -> None:
     """Shout what documents say."""
-    run_task(paths, Task("shout", greeting, start), files, engine, pages)
+    run_task(paths, Task("shout", greeting, start), files, TaskOptions(engine, pages))
 
 
 @contextlib.contextmanager
@@ -76,7 +77,7 @@ def fake_engine(options: EngineOptions) -> Iterator[object]:
         raise SetupError("model_unavailable", "there is no model 'missing'")
     events.append(f"start {options.model} {options.max_num_seqs} {options.enable_prefix_caching}")
     try:
-        yield object()
+        yield SimpleNamespace(tokenizer=None, image_processor=None)
     finally:
         events.append("close")
 

@@ -19,8 +19,9 @@ from cli_fakes import Invoke
 
 from mmserve.commands import chat
 from mmserve.commands.options import EngineOptions
+from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.errors import RequestError
-from mmserve.request import SamplingParams
+from mmserve.request import ImageSpan, SamplingParams
 
 pytest_plugins = ["cli_fixtures"]
 pytestmark = pytest.mark.usefixtures("empty_place")
@@ -40,6 +41,8 @@ class CharacterTokenizer:
 class EchoEngine:
     """Answers with the prompt in brackets, word by word; a prompt with `sleep` in it takes for ever."""
 
+    image_processor = None
+
     def __init__(self, max_model_len: int = 200) -> None:
         self.tokenizer = CharacterTokenizer()
         self.max_model_len = max_model_len
@@ -50,7 +53,9 @@ class EchoEngine:
     def wait_until_ready(self, timeout: float | None = None) -> None:
         self.is_ready = True
 
-    async def generate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, images: Sequence[ImageSpan] = ()
+    ) -> AsyncIterator[Delta]:
         self.params = params
         if len(prompt_token_ids) >= self.max_model_len:
             raise RequestError("context_length_exceeded", "The prompt is too long.")
@@ -104,6 +109,13 @@ def test_a_prompt_is_answered_once(invoke: Invoke, engine: EchoEngine) -> None:
 def test_the_demonstration_model_is_named_as_such(invoke: Invoke, engine: EchoEngine) -> None:
     assert "demonstration" in invoke("chat", "Hi").stderr
     assert invoke("chat", "Hi", "--model", "some/model").stderr == ""
+
+
+def test_a_picture_for_a_text_model_is_refused_with_a_way_out(invoke: Invoke, engine: EchoEngine) -> None:
+    Path("a.png").write_bytes(b"")
+    result = invoke("chat", "Hi", "--image", "a.png", "-q")
+    assert result.exit_code == 1
+    assert "mmserve summarize" in result.stderr
 
 
 def test_what_is_piped_is_the_question(invoke: Invoke, engine: EchoEngine) -> None:
@@ -242,7 +254,7 @@ def test_ctrl_c_interrupts_the_answer_alone() -> None:
 
 def test_an_interrupted_answer_is_aborted_at_once_and_remembered_as_far_as_it_went() -> None:
     engine = EchoEngine()
-    conversation = chat.Conversation(engine, SamplingParams())  # type: ignore[arg-type]
+    conversation = chat.Conversation(engine, PromptBuilder(engine.tokenizer), SamplingParams())  # type: ignore[arg-type]
 
     async def interrupt() -> None:
         task = asyncio.create_task(conversation.answer("sleep"))

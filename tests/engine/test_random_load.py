@@ -70,7 +70,9 @@ class RandomLoad(RuleBasedStateMachine):
     )
     def arrive(self, stem: int, tail: list[int], image: ImageSpan | None, params: SamplingParams) -> None:
         request_id = str(len(self.sequences))
-        prompt = prompt_with(image, [*STEM[:stem], *tail] or [1])
+        prompt = [*STEM[:stem], *tail] or [1]
+        image = image if image and image.end <= len(prompt) else None
+        prompt = prompt_with(image, prompt)
         scheduler = self.driver.scheduler
         fits = len(prompt) + (params.max_tokens or 1) <= scheduler.max_model_len
         if fits and len(scheduler.waiting) < 6:

@@ -10,7 +10,7 @@ from typing import Any
 from mmserve.config import EngineConfig, SchedulerConfig
 from mmserve.pipelines.events import Event
 from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
-from mmserve.request import FinishReason, SamplingParams
+from mmserve.request import FinishReason, ImageSpan, SamplingParams
 from mmserve.vision.page_types import Document, Page
 
 
@@ -62,7 +62,12 @@ class ScriptedTextEngine:
         return EngineConfig(served_model_name=("scripted",), scheduler=SchedulerConfig(max_num_seqs=self.max_num_seqs))
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[Delta, None]:
         self.prompts.append(self.tokenizer.decode(prompt_token_ids))
         self.params.append(params)

@@ -9,7 +9,7 @@ from mmserve.config import EngineConfig, SchedulerConfig
 from mmserve.engine.client import CompletionDelta, RequestTimings
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import MMServeError, RequestError
-from mmserve.request import SamplingParams, TokenLogprob
+from mmserve.request import ImageSpan, SamplingParams, TokenLogprob
 
 
 class ByteTokenizer:
@@ -57,16 +57,23 @@ class ScriptedEngine:
     observers: list[Callable[[RequestTimings], None]] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    images: list[tuple[ImageSpan, ...]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[CompletionDelta, None]:
         name = request_id or "anonymous"
         self.prompts.append(bytes(prompt_token_ids).decode())
         self.params.append(params)
+        self.images.append(tuple(images))
         self.started.append(name)
         try:
             async for delta in self._script(len(prompt_token_ids), params):

@@ -239,6 +239,11 @@ def test_metrics_have_the_promised_names_and_true_values() -> None:
         prefix_cache_queries=500,
         prefix_cache_hits=125,
         num_preemptions=7,
+        encoder_cache_queries=12,
+        encoder_cache_hits=5,
+        num_encoder_runs=2,
+        num_encoder_tokens=640,
+        encoder_seconds=1.5,
     )
     engine = ScriptedEngine(stats=stats)
     with serving(engine) as server:
@@ -258,6 +263,13 @@ def test_metrics_have_the_promised_names_and_true_values() -> None:
         "mmserve_prefix_cache_queries_total 500.0",
         "mmserve_prefix_cache_hits_total 125.0",
         "mmserve_num_preemptions_total 7.0",
+        "mmserve_encoder_cache_queries_total 12.0",
+        "mmserve_encoder_cache_hits_total 5.0",
+        "mmserve_encoder_tokens_total 640.0",
+        "mmserve_encoder_seconds_count 2.0",
+        "mmserve_encoder_seconds_sum 1.5",
+        "mmserve_preprocess_seconds_count 0.0",
+        "mmserve_preprocess_seconds_sum 0.0",
         "mmserve_prompt_tokens_total 200.0",
         "mmserve_generation_tokens_total 4.0",
         'mmserve_request_success_total{finished_reason="stop"} 1.0',

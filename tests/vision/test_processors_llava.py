@@ -299,6 +299,7 @@ def test_digests_differ_between_families_and_settings() -> None:
         ("llava", CLIP_336 | {"resample": 0}, "resample: 0"),
         ("llava", CLIP_336 | {"do_resize": False}, "do_resize"),
         ("llava", CLIP_336 | {"crop_size": 224}, "pictures of 224 pixels, while the encoder takes 336"),
+        ("llava_next", NEXT | {"image_grid_pinpoints": [[336, 672]]}, "image_grid_pinpoints unlike config"),
         ("llava", {}, r"no preprocessor_config\.json"),
         ("mllama", CLIP_336, "'mllama' models are not supported"),
     ],

@@ -84,3 +84,42 @@ def test_a_failing_template_is_a_bad_request(template: str, message: str) -> Non
     with pytest.raises(RequestError, match=message) as caught:
         render(template)
     assert caught.value.code == "invalid_request"
+
+
+PARTS = (
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<img>{% elif p.text is defined %}"
+    "{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+STRINGS_OR_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}S{{ m.content }}{% else %}P{% endif %}{% endfor %}"
+)
+WITH_PICTURE = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]}
+]
+
+
+def test_pictures_keep_their_place_among_texts() -> None:
+    assert render(PARTS, WITH_PICTURE) == "a<img>b"
+    assert render(STRINGS_OR_PARTS, WITH_PICTURE) == "P"
+
+
+def test_a_template_that_passes_over_strings_gets_parts() -> None:
+    assert render(PARTS, USER) == "hi"
+    assert render(STRINGS_OR_PARTS, USER) == "Shi"
+    only_texts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert render(STRINGS_OR_PARTS, only_texts) == "Sa\nb"
+
+
+def test_a_control_token_beside_a_picture_stays_text() -> None:
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "<|end|>"}]}
+    assert RenderedPiece("<|end|>", is_text=True) in render_chat(PARTS, [message], CONTROL, {})
+
+
+def test_other_parts_are_refused() -> None:
+    with pytest.raises(RequestError, match="text and image"):
+        render(PARTS, [{"role": "user", "content": [{"type": "video"}]}])
+
+
+def test_a_template_without_places_for_pictures_says_what_it_misses() -> None:
+    with pytest.raises(RequestError, match="chat template refused"):
+        render("{{ '<s>' + messages[0].content }}", WITH_PICTURE)

@@ -84,3 +84,15 @@ def test_packed_weights_count_as_taken_and_are_checked(tmp_path: Path) -> None:
     reader.finish()
     with pytest.raises(SetupError, match=r"embed_tokens"):
         reader.take_quantized("model.embed_tokens.weight", (1, 64))
+
+
+def test_weights_that_a_model_leaves_are_not_left_over(folder: Path) -> None:
+    reader = WeightReader(open_checkpoint(str(folder)))
+    for name, shape in shapes_of(folder).items():
+        if ".self_attn.q_norm." not in name and ".mlp." not in name:
+            reader.take(name, shape)
+    reader.leave("model.layers.0.self_attn.q_norm.")
+    with pytest.raises(SetupError, match=r"for: model\.layers\.0\.mlp\.down_proj\.weight"):
+        reader.finish()
+    reader.leave("model.layers.0.mlp.")
+    reader.finish()

@@ -24,7 +24,7 @@ from mmserve.vision.processors.settings import (
 )
 from mmserve.vision.resize import Filter, cut_tiles, resize
 
-_RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+RESOLUTIONS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LlavaNextProcessor:
             image_token_id(config, 32000),
             side,
             read_encoder(config, CLIP_336).patches_a_side(side),
-            read_resolutions(settings, _RESOLUTIONS),
+            shared_resolutions(settings, config, RESOLUTIONS),
             read_filter(settings, "bicubic"),
             read_normalisation(settings, CLIP_MEAN, CLIP_STD),
         )
@@ -109,3 +109,11 @@ class LlavaNextProcessor:
 def read_resolutions(settings: Settings, default: Sequence[Resolution]) -> tuple[Resolution, ...]:
     """(height, width) pairs."""
     return tuple((int(height), int(width)) for height, width in settings.get("image_grid_pinpoints") or default)
+
+
+def shared_resolutions(settings: Settings, config: Settings, default: Sequence[Resolution]) -> tuple[Resolution, ...]:
+    """The processor's; `SetupError` where the model of `config.json` would put tiles together by others."""
+    resolutions = read_resolutions(settings, default)
+    if read_resolutions(config, default) != resolutions:
+        raise unsupported("image_grid_pinpoints unlike config.json")
+    return resolutions

@@ -6,7 +6,7 @@ import torch
 
 from mmserve.vision.anyres import Resolution, TileGrid, pooled_size
 from mmserve.vision.processors.llava import pad_to_square
-from mmserve.vision.processors.llava_next import LlavaNextProcessor, read_resolutions
+from mmserve.vision.processors.llava_next import LlavaNextProcessor, shared_resolutions
 from mmserve.vision.processors.settings import (
     CLIP_MEAN,
     CLIP_STD,
@@ -22,7 +22,7 @@ from mmserve.vision.processors.settings import (
 from mmserve.vision.resize import resize
 
 _SIDE = 384
-_RESOLUTIONS = tuple((rows * _SIDE, columns * _SIDE) for rows in range(1, 7) for columns in range(1, 7))
+RESOLUTIONS = tuple((rows * _SIDE, columns * _SIDE) for rows in range(1, 7) for columns in range(1, 7))
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
             image_token_id(config, 151646),
             side,
             read_encoder(config, SIGLIP_384).patches_a_side(side),
-            read_resolutions(settings, _RESOLUTIONS),
+            shared_resolutions(settings, config, RESOLUTIONS),
             read_filter(settings, "bicubic"),
             read_normalisation(settings, CLIP_MEAN, CLIP_STD),
-            _max_tiles(str(config.get("vision_aspect_ratio", "anyres_max_9"))),
+            read_max_tiles(config),
         )
 
     def _feature_size(self, grid: TileGrid, height: int, width: int) -> Resolution:
@@ -55,7 +55,9 @@ class LlavaOnevisionProcessor(LlavaNextProcessor):
         return resize(pad_to_square(image, color), (self.side, self.side), self.resample)
 
 
-def _max_tiles(aspect_ratio: str) -> int:
+def read_max_tiles(config: Settings) -> int:
+    """The N of `anyres_max_N`: features are scaled down to about so many tiles."""
+    aspect_ratio = str(config.get("vision_aspect_ratio", "anyres_max_9"))
     prefix, number = aspect_ratio[: len("anyres_max_")], aspect_ratio[len("anyres_max_") :]
     if prefix != "anyres_max_" or not number.isdigit():
         raise unsupported(f"vision_aspect_ratio: {aspect_ratio}")

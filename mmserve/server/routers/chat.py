@@ -1,19 +1,20 @@
 """`POST /v1/chat/completions`."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.responses import JSONResponse
 
+from mmserve.request import SamplingParams
 from mmserve.server.generation import Answer, GenerationRequest, UsageCount, collect, generate
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.logprobs import chat_logprobs
+from mmserve.server.media import PixelBudget, received
 from mmserve.server.schemas.chat import (
     AnswerMessage,
     ChatChoice,
@@ -35,18 +36,20 @@ router = APIRouter(tags=["completions"], dependencies=[Depends(require_ready), D
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """One request on its way: what was asked, what goes to the engine, and the head that all answers carry."""
+    """One request on its way: what was asked, and the head that all answers carry."""
 
     state: ServerState
     body: ChatCompletionRequest
-    generation: GenerationRequest
+    messages: list[dict[str, Any]]
+    params: SamplingParams
     model: str
+    request_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def head(self) -> dict[str, Any]:
         return {
-            "id": self.generation.request_id,
+            "id": self.request_id,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.state.system_fingerprint,
@@ -56,25 +59,41 @@ class ChatTurn:
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERROR_RESPONSES)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, state: State) -> Response:
     """Answers a conversation, as OpenAI's endpoint of the same name does; `stream=true` sends server-sent events."""
-    turn = await _start(body, state)
+    turn = _start(body, state)
     timeout = state.settings.request_timeout
     if body.stream:
         return EventStream(_frames(turn), drain=state.drain, timeout=timeout)
     answers, usage = await run_within_lifetime(
-        collect(state, turn.generation), receive=request.receive, drain=state.drain, timeout=timeout
+        _answers(turn), receive=request.receive, drain=state.drain, timeout=timeout
     )
     choices = [_choice(turn, index, answer) for index, answer in enumerate(answers)]
     return JSONResponse(ChatCompletion(**turn.head, choices=choices, usage=usage).model_dump())
 
 
-async def _start(body: ChatCompletionRequest, state: ServerState) -> ChatTurn:
+def _start(body: ChatCompletionRequest, state: ServerState) -> ChatTurn:
     model = state.model_name(body.model)
     params = body.to_sampling_params()
-    prompt = await asyncio.to_thread(
-        state.engine.tokenizer.encode_chat, body.template_messages(), **body.template_arguments()
-    )
-    generation = GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", [prompt], params)
-    return ChatTurn(state, body, generation, model)
+    body.template_arguments()
+    return ChatTurn(state, body, body.template_messages(), params, model)
+
+
+@asynccontextmanager
+async def _prepared(turn: ChatTurn) -> AsyncIterator[GenerationRequest]:
+    """What goes to the engine, with its pictures for as long as the block lasts."""
+    state, body = turn.state, turn.body
+    budget = PixelBudget.of(state.prompts.limits, min_pixels=body.min_pixels, max_pixels=body.max_pixels)
+    async with AsyncExitStack() as stack:
+        with state.gate.admit(turn.params.n):
+            async with received(state, turn.messages, budget) as messages:
+                room = state.engine.max_model_len - 1
+                built = state.prompts.build(messages, max_tokens=room, **body.template_arguments())
+                prompt = await stack.enter_async_context(built)
+        yield GenerationRequest(turn.request_id, [prompt.token_ids], turn.params, prompt.images)
+
+
+async def _answers(turn: ChatTurn) -> tuple[list[Answer], Usage]:
+    async with _prepared(turn) as generation:
+        return await collect(turn.state, generation)
 
 
 def _choice(turn: ChatTurn, index: int, answer: Answer) -> ChatChoice:
@@ -89,17 +108,18 @@ def _choice(turn: ChatTurn, index: int, answer: Answer) -> ChatChoice:
 
 
 async def _frames(turn: ChatTurn) -> AsyncGenerator[str, None]:
-    count = UsageCount(turn.generation)
-    introduced: set[int] = set()
-    async with aclosing(generate(turn.state, turn.generation)) as deltas:
-        async for index, delta in deltas:
-            count.add(index, delta)
-            if index not in introduced:
-                introduced.add(index)
-                opening = ChatDelta(role="assistant", content="")
-                yield _chunk(turn, ChatChunkChoice(index=index, delta=opening, logprobs=None, finish_reason=None))
-            if delta.text or delta.logprobs or delta.finish_reason:
-                yield _chunk(turn, _chunk_choice(turn, index, delta))
+    async with _prepared(turn) as generation:
+        count = UsageCount(generation)
+        introduced: set[int] = set()
+        async with aclosing(generate(turn.state, generation)) as deltas:
+            async for index, delta in deltas:
+                count.add(index, delta)
+                if index not in introduced:
+                    introduced.add(index)
+                    opening = ChatDelta(role="assistant", content="")
+                    yield _chunk(turn, ChatChunkChoice(index=index, delta=opening, logprobs=None, finish_reason=None))
+                if delta.text or delta.logprobs or delta.finish_reason:
+                    yield _chunk(turn, _chunk_choice(turn, index, delta))
     if turn.body.include_usage():
         yield _chunk(turn, None, count.usage())
     yield DONE_FRAME

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from mmserve.errors import MMServeError
 from mmserve.pipelines.events import Done, Event, OnEvent, TextAdded
+from mmserve.pipelines.page_views import Mode
 from mmserve.pipelines.prompts import Length
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.summary import Summary
@@ -42,6 +43,9 @@ class SummarizeForm(RequestModel):
     max_tokens: int | None = Field(None, description="Longest answer in tokens.")
     temperature: float | None = Field(None, description="0, the default, is the same answer every time.")
     seed: int | None = None
+    mode: Mode | None = Field(
+        None, description="What the model gets: pages as pictures (vision), as text, or the best that it takes (auto)."
+    )
 
     @classmethod
     def parse(cls, fields: dict[str, str]) -> "SummarizeForm":
@@ -83,6 +87,7 @@ class SummarizeCall:
                 reader=self.state.reader,
                 options=self.options,
                 on_event=on_event,
+                prompts=self.state.prompts,
             )
 
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 from mmserve.server.schemas.common import FinishedReason, SamplingFields, Usage, refuse_unsupported
+from mmserve.server.schemas.content import ContentPart, MediaPart, Part
 
 NO_TOOLS = "this server calls no tools; describe what you want in the messages."
 UNSUPPORTED = {
@@ -28,13 +29,6 @@ HARMLESS = {
 TEMPLATE_ARGUMENTS_OF_OURS = {"messages", "conversation", "add_generation_prompt", "tools", "documents", "tokenize"}
 
 
-class ContentPart(BaseModel):
-    """A part of a message's content; the model served here reads parts of type `text`."""
-
-    type: str
-    text: str | None = None
-
-
 class ChatMessage(BaseModel):
     """One message. Fields that answers carry (`refusal`, `tool_calls`, ...) may be sent back when they are empty."""
 
@@ -46,37 +40,24 @@ class ChatMessage(BaseModel):
     tool_calls: list[Any] | None = None
 
     def for_template(self, position: int) -> dict[str, Any]:
-        """The message as chat templates know it. Raises `RequestError` for what a text model cannot read."""
+        """The message as chat templates know it, save for its `MediaPart`s. Raises `RequestError`."""
         where = f"messages[{position}]"
         if self.role in ("tool", "function") or self.tool_calls:
             raise RequestError("invalid_request", f"{where}: {NO_TOOLS}", param=where)
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self._text(where)}
+        message: dict[str, Any] = {"role": role, "content": self._content(where)}
         return message if self.name is None else {**message, "name": self.name}
 
-    def _text(self, where: str) -> str:
+    def _content(self, where: str) -> "str | list[Part]":
         if isinstance(self.content, str):
             return self.content
         if self.content is None:
             if self.role == "assistant":
                 return ""
             raise RequestError("invalid_request", f"{where} has no content.", param=where)
-        return "\n".join(_text_of_part(part, f"{where}.content[{i}]") for i, part in enumerate(self.content))
-
-
-def _text_of_part(part: ContentPart, where: str) -> str:
-    if part.type == "text":
-        if part.text is None:
-            raise RequestError("invalid_request", f"{where} is of type text and has no text.", param=where)
-        return part.text
-    if "image" in part.type:
-        sentence = (
-            "the model served here reads text only. Send the picture or the document to /v1/summarize, which reads "
-            "its pages, or send its text."
-        )
-    else:
-        sentence = "only parts of type text can be read."
-    raise RequestError("invalid_request", f"{where} is of type {part.type!r}: {sentence}", param=where)
+        parts = [part.read(f"{where}.content[{i}]") for i, part in enumerate(self.content)]
+        texts = [part["text"] for part in parts if not isinstance(part, MediaPart)]
+        return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -85,6 +66,8 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, description="Alternatives per token, 0 to 20; needs logprobs=true.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Switches that the chat template knows.")
+    max_pixels: int | None = Field(None, description="Scale each picture and page down to this many pixels.")
+    min_pixels: int | None = Field(None, description="Scale each picture and page up to this many pixels.")
 
     tools: list[Any] | None = None
     tool_choice: Any = None

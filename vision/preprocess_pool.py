@@ -1,0 +1,242 @@
+"""Pictures -> patches in shared memory, in worker processes, each picture once.
+
+What was processed is kept by its digest while a request needs it, and beyond that until its room is needed. Requests
+wait, in their order, while those before them hold all the room there is: host memory is bounded however many come.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmserve.config import GIB
+from mmserve.errors import DocumentError, RequestError
+from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image
+from mmserve.vision.image_source import ImageSource, PixelLimits
+from mmserve.vision.page_types import PageLimits, PageOptions
+from mmserve.vision.patches import num_bytes, unlink
+from mmserve.vision.preprocess_worker import Processed
+from mmserve.vision.worker_pool import WorkerEntry, WorkerPool
+
+# The costliest family has 64 tokens for a tile of 512 x 512 pixels, in float32.
+_MOST_BYTES_PER_TOKEN = 3 * 512 * 512 * 4 // 64
+_MAX_KNOWN_SIZES = 4096
+
+
+@dataclass(frozen=True)
+class PlannedImage:
+    """A picture, the budget that was given for it, and what became of both."""
+
+    source: ImageSource
+    limits: PixelLimits
+    plan: ImagePlan
+
+
+@dataclass
+class PreprocessStats:
+    """Running totals: pictures that were processed, and the seconds that this took in the workers."""
+
+    num_images: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Entry:
+    task: asyncio.Task[Processed]
+    num_pins: int = 0
+    size_bytes: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+
+@dataclass
+class PreprocessPool:
+    """One event loop at a time uses it. Processes start with the first picture; `close` ends them."""
+
+    processor: ImageProcessor
+    num_workers: int = 2
+    limits: PageLimits = field(default_factory=PageLimits)
+    capacity_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise RequestError("invalid_request", "--num-preprocess-workers must be at least 1")
+        self.capacity_bytes = self.capacity_bytes or _default_capacity()
+        self.stats = PreprocessStats()
+        self._workers = WorkerPool(self.num_workers, self.limits, PageOptions(ocr="off"), self._entry_point)
+        self._room = Room(self.capacity_bytes)
+        self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._bytes_per_token = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Shared memory of all pictures that are kept."""
+        return sum(entry.size_bytes for entry in self._entries.values())
+
+    @property
+    def num_pinned(self) -> int:
+        return sum(entry.num_pins > 0 for entry in self._entries.values())
+
+    async def plan(self, source: ImageSource, limits: PixelLimits) -> PlannedImage:
+        """What the picture becomes, by its size alone: no pixel is decoded.
+
+        Raises `DocumentError` for a file that cannot be read, `RequestError` for a shape that no encoder takes.
+        """
+        size = self._sizes.get(source.digest)
+        if size is None:
+            size = await self._call("measure", source)
+            self._sizes[source.digest] = size
+            while len(self._sizes) > _MAX_KNOWN_SIZES:
+                self._sizes.popitem(last=False)
+        width, height = size
+        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits))
+
+    @asynccontextmanager
+    async def hold(self, images: Sequence[PlannedImage]) -> AsyncIterator[list[Processed]]:
+        """The pictures' patches, which stay where they are until the block is left.
+
+        Raises `DocumentError` for a picture that cannot be read.
+        """
+        async with self._room.taken(self._most_bytes(images)):
+            digests: list[bytes] = []
+            try:
+                for image in images:
+                    digests.append(self.digest(image))
+                    self._pin(digests[-1], image)
+                tasks = [self._entries[digest].task for digest in digests]
+                # A task that is done may be of an event loop that is closed.
+                if running := [task for task in tasks if not task.done()]:
+                    # One task may serve several requests: none of them cancels it.
+                    await asyncio.wait(running)
+                yield [task.result() for task in tasks]
+            finally:
+                for digest in digests:
+                    self._release(digest)
+
+    def digest(self, image: PlannedImage) -> bytes:
+        """Identity of a picture's patches: of its source, and of all that decides its pixels."""
+        parts = (image.source.digest, self.processor.settings_digest, image.plan.digest)
+        return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+    def close(self) -> None:
+        """End the processes and give all shared memory back."""
+        self._workers.close()
+        while self._entries:
+            self._unlink(self._entries.popitem()[1])
+
+    def _entry_point(self) -> WorkerEntry:
+        from mmserve.vision.preprocess_worker import call_preprocess_worker, start_preprocess_worker
+
+        return WorkerEntry(start_preprocess_worker, (self.processor, self.limits), call_preprocess_worker)
+
+    def _most_bytes(self, images: Sequence[PlannedImage]) -> int:
+        """An upper bound, from what this model's pictures were found to take."""
+        per_token = 1.5 * self._bytes_per_token or _MOST_BYTES_PER_TOKEN
+        return int(sum(image.plan.num_tokens for image in images) * per_token)
+
+    def _pin(self, digest: bytes, image: PlannedImage) -> None:
+        known = self._entries.get(digest)
+        if known is None or (known.num_pins == 0 and known.has_failed):
+            task = asyncio.create_task(self._process(digest, image))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._entries[digest] = _Entry(task)
+        self._entries[digest].num_pins += 1
+        self._entries.move_to_end(digest)
+
+    def _release(self, digest: bytes) -> None:
+        entry = self._entries.get(digest)
+        if entry is None:
+            return
+        entry.num_pins -= 1
+        if entry.num_pins == 0 and entry.has_failed:
+            del self._entries[digest]
+        self._make_room()
+
+    async def _process(self, digest: bytes, image: PlannedImage) -> Processed:
+        processed: Processed = await self._call("process", image.source, image.plan, image.limits)
+        size = sum(map(num_bytes, processed.patches))
+        self._entries[digest].size_bytes = size
+        self._bytes_per_token = max(self._bytes_per_token, size / processed.plan.num_tokens)
+        self.stats.num_images += 1
+        self.stats.seconds += processed.seconds
+        self._make_room()
+        return processed
+
+    async def _call(self, method: str, source: ImageSource, *args: object) -> Any:
+        try:
+            return await self._workers.call(method, source, *args, timeout=self.limits.page_timeout)
+        except DocumentError as error:
+            named = error.message if source.document.name in error.message else f"{source.name}: {error.message}"
+            raise DocumentError(error.code, named, param=error.param) from None
+
+    def _make_room(self) -> None:
+        """Forget what no request needs, what was used longest ago first, as far as room is short."""
+        excess = self.num_bytes - self.capacity_bytes
+        for digest, entry in list(self._entries.items()):
+            if excess <= 0:
+                return
+            if entry.num_pins == 0 and entry.task.done():
+                excess -= entry.size_bytes
+                self._unlink(self._entries.pop(digest))
+
+    def _unlink(self, entry: _Entry) -> None:
+        if entry.task.done() and not entry.has_failed:
+            for ref in entry.task.result().patches:
+                unlink(ref)
+
+
+class Room:
+    """Bytes that requests take for a while, first come, first served; more than there are is taken alone."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._num_taken = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, size_bytes: int) -> AsyncIterator[None]:
+        await self._take(size_bytes)
+        try:
+            yield
+        finally:
+            self._num_taken -= size_bytes
+            self._let_in()
+
+    async def _take(self, size_bytes: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size_bytes, turn))
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._num_taken -= size_bytes
+            else:
+                self._waiting.remove((size_bytes, turn))
+            self._let_in()
+            raise
+
+    def _let_in(self) -> None:
+        while self._waiting:
+            size_bytes, turn = self._waiting[0]
+            if self._num_taken and self._num_taken + size_bytes > self._capacity_bytes:
+                return
+            self._waiting.popleft()
+            self._num_taken += size_bytes
+            turn.set_result(None)
+
+
+def _default_capacity() -> int:
+    """Half of the shared memory that is free, 4 GiB at most."""
+    try:
+        space = os.statvfs("/dev/shm")
+    except FileNotFoundError:
+        return GIB
+    return min(4 * GIB, space.f_bavail * space.f_frsize // 2)
