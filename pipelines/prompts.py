@@ -51,16 +51,18 @@ class SummaryPrompt:
     def encode(self, tokenizer: TextTokenizer, fenced: str, *, is_final: bool) -> list[int]:
         """`fenced` is the text of a document, of a part of one, or notes on its parts.
 
-        The document comes last: small models go on with what stands at the end, and answer what stands at the start.
+        Its last line calls for sentences: a small model goes on with what stands at the end, and would copy the page.
         """
         instructions = self.instructions(is_final=is_final)
+        language = f", in {self.language}" if self.language and is_final else ""
+        request = f"{fenced}\n\nThe main key points in complete sentences{language}:"
         try:
             return tokenizer.encode_chat(
-                [{"role": "system", "content": instructions}, {"role": "user", "content": fenced}]
+                [{"role": "system", "content": instructions}, {"role": "user", "content": request}]
             )
         except RequestError:
             # Some chat templates take no system message.
-            return tokenizer.encode_chat([{"role": "user", "content": f"{instructions}\n\n{fenced}"}])
+            return tokenizer.encode_chat([{"role": "user", "content": f"{instructions}\n\n{request}"}])
 
     def instructions(self, *, is_final: bool) -> str:
         """The wording that the embedded model was found to follow best; only the final answer is translated."""

@@ -33,7 +33,11 @@ class ModelRunner:
         self.dtype = _dtype(config.dtype, self.model_config, self.device)
         self.block_size = config.cache.block_size
         backend = TorchAttention(
-            head_dim=self.model_config.head_dim, block_size=self.block_size, dtype=self.dtype, device=self.device
+            num_kv_heads=self.model_config.num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
         )
         self._attention = backend
         reader = WeightReader(checkpoint)
@@ -76,18 +80,13 @@ class ModelRunner:
 
     def _context(self, rows: Rows[ScheduledSequence]) -> ForwardContext:
         positions = [position for scheduled in rows for position in _scheduled_positions(scheduled)]
-        slots = [slot for scheduled in rows for slot in self._slots(scheduled)]
         cos, sin = self._rotary.at(self._tensor(positions))
         attention = AttentionBatch(
             query_lens=[scheduled.num_scheduled_tokens for scheduled in rows],
             context_lens=[_context_len(scheduled) for scheduled in rows],
             block_tables=[scheduled.sequence.block_ids for scheduled in rows],
         )
-        return ForwardContext(self._tensor(slots), cos, sin, self.kv_cache.layers, self._attention.prepare(attention))
-
-    def _slots(self, scheduled: ScheduledSequence) -> list[int]:
-        size, block_ids = self.block_size, scheduled.sequence.block_ids
-        return [block_ids[position // size] * size + position % size for position in _scheduled_positions(scheduled)]
+        return ForwardContext(cos, sin, self.kv_cache.layers, self._attention.prepare(attention))
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
