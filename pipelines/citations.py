@@ -5,8 +5,8 @@ A model's own page marks are not believed, and neither are its statements. A pag
 - each of its numbers, dates, codes and names stands on the page (`£4,111.00` is `4111`, `two` is `2`, `März 2025` is
   `March 2025`; a percentage is no plain number);
 - each number stands there near a word that it stands beside in the statement, or in a sentence with half its words, and
-  near its unit if the page has that, so that `21 July` on the page does not support `within 21 days`; the numbers of one
-  phrase stand in one sentence there; and names that stand side by side in the statement do so on the page;
+  near its unit if the page has that: `21 July` on the page does not support `within 21 days`;
+- the numbers of one phrase stand in one sentence there, and names that stand side by side do so on the page;
 - four fifths of its words, weighted by rarity, are among those numbers and names, or in the two sentences of the page
   that fit best;
 - the sentence that says nearly the same is not negated where the statement is not, or the other way round, and does
@@ -197,7 +197,7 @@ def _number_fits(page: SourcePage, terms: tuple[Term, ...], index: int) -> bool:
 
 
 def _stands_in_its_sentence(page: SourcePage, number: Term, terms: tuple[Term, ...]) -> bool:
-    """Whether a sentence of the page has the number and half the words of the claim, as where `on 12 March` was moved."""
+    """Whether a sentence of the page has the number and half the words of the claim, as where a date was moved."""
     words = index_keys(term for term in terms if term.kind != "number")
     return any(
         number.key in sentence.keys and 2 * len(words & sentence.keys) >= len(words)
