@@ -11,7 +11,7 @@ from mmserve.pipelines.sentences import Statement, clean_statement
 from mmserve.pipelines.sources import Sources
 from mmserve.pipelines.summary import Citation
 
-# A sentence with fewer says too little: `The tenant pays.`
+# `The tenant pays.` and `1. Repair` say too little; an item such as `Rent: £1,875` does not.
 _MIN_TERMS = 3
 
 
@@ -58,7 +58,7 @@ class CheckedText:
             return
         pages = self._finder.find(text)
         is_kept = bool(pages) or (self._is_translation and self._finder.is_beyond_checking(text))
-        if is_kept and not statement.is_item and len({term.key for term in Claim(text).terms}) < _MIN_TERMS:
+        if is_kept and _says_too_little(statement):
             return
         if is_kept:
             self._append(Citation(text, pages, "model"), is_item=statement.is_item)
@@ -87,8 +87,8 @@ class CheckedText:
             self._write(("\n\n" if self.citations else "") + " ".join(notes))
 
     def _append(self, citation: Citation, *, is_item: bool) -> None:
-        separator = "" if not self.citations else "\n" if is_item or self._is_in_list else " "
-        self._write(f"{separator}{'- ' if is_item else ''}{citation.marked}")
+        separator = ("\n" if is_item else " ") if is_item == self._is_in_list else "\n\n"
+        self._write(f"{separator if self.citations else ''}{'- ' if is_item else ''}{citation.marked}")
         self.citations.append(citation)
         self._kept.remember(citation.sentence)
         self._is_in_list = is_item
@@ -118,6 +118,12 @@ class ReadText:
 
 def _ends_as_sentence(text: str) -> bool:
     return text.rstrip("\"'”’»)]")[-1:] in tuple(".!?…。！？")
+
+
+def _says_too_little(statement: Statement) -> bool:
+    terms = Claim(statement.text).terms
+    is_entry = statement.is_item and any(term.kind == "number" for term in terms)
+    return not is_entry and len({term.key for term in terms}) < _MIN_TERMS
 
 
 def _is_heading(statement: Statement) -> bool:

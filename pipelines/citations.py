@@ -4,9 +4,9 @@ A model's own page marks are not believed, and neither are its statements. A pag
 
 - each of its numbers, dates, codes and names stands on the page (`£4,111.00` is `4111`, `two` is `2`, `März 2025` is
   `March 2025`; a percentage is no plain number);
-- each number stands there near a word or number that it stands beside in the statement, and near its unit if the page
-  has that, so that `21 July` on the page does not support `within 21 days`; and names that stand side by side in the
-  statement do so on the page;
+- each number stands there near a word that it stands beside in the statement, or in a sentence with half its words, and
+  near its unit if the page has that: `21 July` on the page does not support `within 21 days`;
+- the numbers of one phrase stand in one sentence there, and names that stand side by side do so on the page;
 - four fifths of its words, weighted by rarity, are among those numbers and names, or in the two sentences of the page
   that fit best;
 - the sentence that says nearly the same is not negated where the statement is not, or the other way round, and does
@@ -37,6 +37,7 @@ _MAX_CITED_PAGES = 3
 _NEAR_NUMBERS, _NEAR_UNITS, _NEAR_NAMES = 5, 3, 2
 _CURRENCIES = "£$€¥₹"
 _CLAUSE = re.compile(r";\s+|,?\s+(?:and|but|while|und|aber|während|et|mais|y|pero)\s+")
+_PHRASE = re.compile(r"[,;]\s+|\s+(?:and|but|while|und|aber|während|et|mais|y|pero)\s+")
 _WEIGHT_OF_ANCHOR = 4.0
 
 
@@ -128,6 +129,7 @@ class CitationFinder:
             all(page.holds(term) for term in claim.anchors)
             and _currencies_agree(page, claim)
             and _numbers_fit(page, claim)
+            and _numbers_belong_together(page, claim)
             and _names_fit(page, claim)
             and self._covers(page, claim)
         )
@@ -139,7 +141,7 @@ class CitationFinder:
         for rank in range(min(_MAX_PASSAGE_SENTENCES, len(sentences))):
             best = max(sentences, key=lambda sentence: _total(wanted, sentence.keys & missing))
             share = _total(wanted, best.keys & wanted.keys()) / _total(wanted, wanted)
-            if rank == 0 and share >= _SAME_SENTENCE and _contradicts(best, claim):
+            if rank == 0 and share >= _SAME_SENTENCE and _contradicts(page, best, claim):
                 return False
             missing -= best.keys
             sentences.remove(best)
@@ -147,10 +149,15 @@ class CitationFinder:
         return _total(wanted, missing) <= (1.0 - _MIN_COVERAGE) * _total(wanted, wanted)
 
 
-def _contradicts(sentence: SourceSentence, claim: Claim) -> bool:
-    """Whether a sentence that has nearly all words of the claim is negated otherwise, or begins with somebody else."""
+def _contradicts(page: SourcePage, sentence: SourceSentence, claim: Claim) -> bool:
+    """Whether a sentence that has nearly all words of the claim is negated otherwise, or speaks of somebody else.
+
+    It does if it begins with another word than the claim, and the claim with one with which other sentences begin.
+    """
     subject = index_keys(claim.terms[:1])
-    has_other_subject = not subject & sentence.keys and sentence.first_key not in index_keys(claim.terms)
+    others = {other.first_key for other in page.sentences if other.is_prose and other is not sentence}
+    is_of_another = sentence.is_prose and not subject & sentence.keys and bool(subject & others)
+    has_other_subject = is_of_another and sentence.first_key not in index_keys(claim.terms)
     return sentence.is_negated != claim.is_negated or has_other_subject
 
 
@@ -183,7 +190,31 @@ def _number_fits(page: SourcePage, terms: tuple[Term, ...], index: int) -> bool:
         if not page.holds_near(number, [unit], distance=_NEAR_UNITS):
             return False
         neighbours.remove(unit)
-    return page.holds_near(number, neighbours, distance=_NEAR_NUMBERS)
+    # Parts of a date are always near each other: that says nothing about what the date is of.
+    words = [term for term in neighbours if term.kind != "number"]
+    is_near = page.holds_near(number, words or neighbours, distance=_NEAR_NUMBERS)
+    return is_near or _stands_in_its_sentence(page, number, terms)
+
+
+def _stands_in_its_sentence(page: SourcePage, number: Term, terms: tuple[Term, ...]) -> bool:
+    """Whether a sentence of the page has the number and half the words of the claim, as where a date was moved."""
+    words = index_keys(term for term in terms if term.kind != "number")
+    return any(
+        number.key in sentence.keys and 2 * len(words & sentence.keys) >= len(words)
+        for sentence in page.sentences
+        if sentence.is_prose
+    )
+
+
+def _numbers_belong_together(page: SourcePage, claim: Claim) -> bool:
+    """The numbers of a phrase stand in one sentence, or all in lines of a table, whose headings are lines as well."""
+    return all(_share_a_sentence(page, terms_of(phrase)) for phrase in _PHRASE.split(claim.text))
+
+
+def _share_a_sentence(page: SourcePage, terms: list[Term]) -> bool:
+    numbers = {term.key for term in terms if term.kind == "number"}
+    in_lines = frozenset().union(*(sentence.keys for sentence in page.sentences if not sentence.is_prose))
+    return numbers <= in_lines or any(numbers <= sentence.keys for sentence in page.sentences)
 
 
 def _names_fit(page: SourcePage, claim: Claim) -> bool:

@@ -12,9 +12,9 @@ from mmserve.pipelines.sources import SourcePage, Sources, SourceSentence
 from mmserve.pipelines.terms import Term, terms_of
 from mmserve.pipelines.words import ALL_FUNCTION_WORDS, listed
 
-_ANAPHORA = listed(
-    "it they he she this these that those such his her their its i we you however but er sie es dies diese dieser "
-    "il elle ils elles ce cela"
+_WEAK_STARTS = listed(
+    "dear thank thanks it they he she this these that those such his her their its i we you however but er sie es dies "
+    "diese dieser il elle ils elles ce cela"
 )
 _KEY_FIELDS = listed(
     "total amount sum due balance date invoice number betrag summe gesamt datum fällig rechnung montant échéance "
@@ -112,8 +112,8 @@ def _score(terms: Sequence[Term], num_with: Counter[str]) -> float:
     weight = sum(1.0 + math.log(num_with[key]) for key in content)
     figures = min(sum(_figure_weight(term) for term in content.values()), 4.0)
     num_names = sum(term.is_capital for term in content.values())
-    score = (weight + 1.5 * figures + 0.5 * min(num_names, 4)) / math.sqrt(8 + len(terms))
-    return score * (0.4 if terms[0].text.casefold() in _ANAPHORA else 1.0)
+    score: float = (weight + 1.5 * figures + 0.5 * min(num_names, 4)) / (8 + len(terms)) ** 0.65
+    return score * (0.4 if terms[0].text.casefold() in _WEAK_STARTS else 1.0)
 
 
 def _figure_weight(term: Term) -> float:

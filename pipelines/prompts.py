@@ -63,14 +63,20 @@ class SummaryPrompt:
     def messages(self, content: Content, *, is_final: bool, has_system: bool) -> list[dict[str, Any]]:
         """`content` is the text of a document, of a part of one, or notes on its parts; or pages with pictures.
 
-        The document comes last: small models go on with what stands at the end, and answer what stands at the start.
+        Its last line calls for sentences: a small model goes on with what stands at the end, and would copy the page.
         """
         instructions = self.instructions(is_final=is_final)
+        content = self._with_request(content, is_final=is_final)
         if has_system:
             return [{"role": "system", "content": instructions}, {"role": "user", "content": content}]
         if isinstance(content, str):
             return [{"role": "user", "content": f"{instructions}\n\n{content}"}]
         return [{"role": "user", "content": [{"type": "text", "text": f"{instructions}\n\n"}, *content]}]
+
+    def _with_request(self, content: Content, *, is_final: bool) -> Content:
+        language = f", in {self.language}" if self.language and is_final else ""
+        request = f"\n\nThe main key points in complete sentences{language}:"
+        return content + request if isinstance(content, str) else [*content, {"type": "text", "text": request}]
 
     def encode(self, tokenizer: TextTokenizer, fenced: str, *, is_final: bool) -> list[int]:
         """Ids of a request without pictures."""

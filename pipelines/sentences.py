@@ -20,6 +20,7 @@ _PAGE_MARK = re.compile(
 _MIN_PARAGRAPH_WIDTH = 40
 # A line that goes on in lower case was only wrapped.
 _LINE_END = re.compile(r"\n(?=\n|\s*[^\s\W_a-zß-ÿ]|\s*[^\w\s])")
+_NEXT_WORD = re.compile(r"\s+\S+\s|\n")
 _EMPHASIS = re.compile(r"\*\*|__|`+|^\s*#{1,6}\s+", re.MULTILINE)
 _WORD_BREAK = re.compile(r"(\w)[-\u00ad\u2010]\n(?=[a-zà-ÿ])")
 
@@ -59,9 +60,14 @@ class StatementStream:
         line_end = _LINE_END.search(self._pending)
         line = self._pending[: line_end.start()] if line_end else self._pending
         for end in sentence_ends(line):
-            if self._pending[end:].strip():
+            if self._is_settled(end):
                 return end
         return line_end.end() if line_end else None
+
+    def _is_settled(self, end: int) -> bool:
+        """After a full stop the whole next word has to be seen: `14. M` may become `14. May`."""
+        rest = self._pending[end:]
+        return bool(_NEXT_WORD.match(rest)) if self._pending[end - 1] == "." else bool(rest)
 
     def _take(self, piece: str) -> list[Statement]:
         starts_line, self._at_line_start = self._at_line_start, piece.endswith("\n")

@@ -25,6 +25,10 @@ class SourceSentence:
     first_key: str
     is_negated: bool
 
+    @property
+    def is_prose(self) -> bool:
+        return self.text.endswith((".", "!", "?", "。"))
+
 
 @dataclass(frozen=True)
 class SourcePage:

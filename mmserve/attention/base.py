@@ -20,6 +20,14 @@ class AttentionBatch:
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
 
+    def slots(self, block_size: int) -> list[int]:
+        """Where this step's K and V belong, row by row: `block_id * block_size + offset`."""
+        return [
+            table[position // block_size] * block_size + position % block_size
+            for query_len, context_len, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True)
+            for position in range(context_len - query_len, context_len)
+        ]
+
 
 class AttentionBackend(Protocol):
     def prepare(self, batch: AttentionBatch) -> object:

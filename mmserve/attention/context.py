@@ -8,9 +8,8 @@ import torch
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """`slot_mapping` `[T]`; `cos` and `sin` `[T, 1, D]`; one paged cache a layer; `attention` is the backend's own."""
+    """`cos` and `sin` `[T, 1, D]`; one paged cache a layer; `attention` is the backend's own."""
 
-    slot_mapping: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     kv_caches: Sequence[torch.Tensor]

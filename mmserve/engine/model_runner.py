@@ -40,7 +40,11 @@ class ModelRunner:
         self.block_size = config.cache.block_size
         self.encoder_cache = encoder_cache
         backend = TorchAttention(
-            head_dim=self.model_config.head_dim, block_size=self.block_size, dtype=self.dtype, device=self.device
+            num_kv_heads=self.model_config.num_kv_heads,
+            head_dim=self.model_config.head_dim,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
         )
         self._attention = backend
         reader = WeightReader(checkpoint)
@@ -96,14 +100,13 @@ class ModelRunner:
             self.run(ScheduledBatch((ScheduledSequence(sequence, num_tokens),)))
 
     def _context(self, rows: Rows[ScheduledSequence]) -> ForwardContext:
-        slots = [slot for scheduled in rows for slot in self._slots(scheduled)]
         cos, sin = self._rotary.at(self._positions(rows))
         attention = AttentionBatch(
             query_lens=[scheduled.num_scheduled_tokens for scheduled in rows],
             context_lens=[_context_len(scheduled) for scheduled in rows],
             block_tables=[scheduled.sequence.block_ids for scheduled in rows],
         )
-        return ForwardContext(self._tensor(slots), cos, sin, self.kv_cache.layers, self._attention.prepare(attention))
+        return ForwardContext(cos, sin, self.kv_cache.layers, self._attention.prepare(attention))
 
     def _positions(self, rows: Rows[ScheduledSequence]) -> torch.Tensor:
         """`[T]`, or `[3, T]` for a model whose positions have three axes."""
@@ -150,10 +153,6 @@ class ModelRunner:
         if features is None or features.shape[1] == 0:
             return embedded, []
         return embedded, list(torch.split(features, hidden, dim=1))
-
-    def _slots(self, scheduled: ScheduledSequence) -> list[int]:
-        size, block_ids = self.block_size, scheduled.sequence.block_ids
-        return [block_ids[position // size] * size + position % size for position in _scheduled_positions(scheduled)]
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 
 
 def backend() -> TorchAttention:
-    return TorchAttention(head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU)
+    return TorchAttention(
+        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
+    )
 
 
 def decode_batch(context_lens: list[int]) -> AttentionBatch:
@@ -65,10 +67,21 @@ def test_chunks_come_after_single_queries() -> None:
     assert [(group.rows.start, group.rows.stop) for group in metadata.groups] == [(0, 2)]
     assert [(chunk.rows.start, chunk.rows.stop) for chunk in metadata.chunks] == [(2, 5), (5, 7)]
     later, first = metadata.chunks
-    assert later.block_ids is not None
-    assert later.block_ids.tolist() == [6, 7]
-    assert first.block_ids is None
-    assert first.mask is None
+    assert later.kv_rows is not None
+    assert _blocks(later.kv_rows) == [[6, 7]]
+    assert (later.context_len, first.context_len) == (7, 2)
+    assert first.kv_rows is None
+
+
+def _blocks(kv_rows: torch.Tensor) -> list[list[int]]:
+    """Block ids from where the first head's K is gathered."""
+    blocks: list[list[int]] = (kv_rows[0, :, 0] // (2 * KV_HEADS)).tolist()
+    return blocks
+
+
+def test_padding_is_a_block_of_the_sequence_itself() -> None:
+    metadata = backend().prepare(AttentionBatch([1, 1], [8, 4], [[5, 6], [7]]))
+    assert _blocks(metadata.groups[0].kv_rows) == [[5, 6], [7, 7]]
 
 
 def test_single_queries_after_chunks_are_a_fault_of_the_caller() -> None:
@@ -79,10 +92,10 @@ def test_single_queries_after_chunks_are_a_fault_of_the_caller() -> None:
 def test_a_table_may_be_longer_than_the_context() -> None:
     """Blocks can be allocated ahead of the tokens."""
     metadata = backend().prepare(AttentionBatch([1, 2], [4, 6], [[3, 9], [5, 6, 7]]))
-    assert metadata.groups[0].block_ids.tolist() == [3]
-    block_ids = metadata.chunks[0].block_ids
-    assert block_ids is not None
-    assert block_ids.tolist() == [5, 6]
+    assert _blocks(metadata.groups[0].kv_rows) == [[3]]
+    kv_rows = metadata.chunks[0].kv_rows
+    assert kv_rows is not None
+    assert _blocks(kv_rows) == [[5, 6]]
 
 
 class Step:
@@ -95,7 +108,7 @@ class Step:
             count = -(-context_len // BLOCK_SIZE)
             tables.append(list(range(num_blocks, num_blocks + count))[::-1])
             num_blocks += count
-        self.cache = torch.randn(num_blocks, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, generator=generator)
+        self.cache = torch.randn(num_blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, generator=generator)
         self.batch = AttentionBatch([queries for _, queries in shapes], [context for context, _ in shapes], tables)
         num_rows = sum(self.batch.query_lens)
         self.q = torch.randn(num_rows, HEADS, HEAD_DIM, generator=generator)
@@ -106,16 +119,18 @@ class Step:
         table = self.batch.block_tables[i]
         return [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(self.batch.context_lens[i])]
 
+    def by_slot(self) -> torch.Tensor:
+        """The cache as `[slots, 2, KV, D]`."""
+        return self.cache.permute(0, 3, 1, 2, 4).flatten(0, 1)
+
     def run(self) -> torch.Tensor:
         attention, zero = backend(), torch.zeros(0)
-        pairs = zip(self.batch.query_lens, range(len(self.batch.query_lens)), strict=True)
-        written = [slot for count, i in pairs for slot in self.slots(i)[-count:]]
-        context = ForwardContext(torch.tensor(written), zero, zero, [self.cache], attention.prepare(self.batch))
+        context = ForwardContext(zero, zero, [self.cache], attention.prepare(self.batch))
         return attention.forward(self.q, self.k, self.v, 0, context)
 
     def expected(self) -> torch.Tensor:
         """After `run`, from the cache: every query over what stands before it, in float64."""
-        flat, rows, row = self.cache.view(-1, 2, KV_HEADS, HEAD_DIM).double(), [], 0
+        flat, rows, row = self.by_slot().double(), [], 0
         for i, count in enumerate(self.batch.query_lens):
             keys, values = flat[self.slots(i)].unbind(1)
             for j in range(count):
@@ -149,7 +164,7 @@ def test_a_mixed_step_equals_the_formula(shapes: list[tuple[int, int]], seed: in
 def test_the_steps_own_keys_and_values_are_stored() -> None:
     step = Step([(9, 1), (6, 3)], seed=0)
     step.run()
-    flat = step.cache.view(-1, 2, KV_HEADS, HEAD_DIM)
+    flat = step.by_slot()
     written = [step.slots(0)[-1], *step.slots(1)[-3:]]
     assert torch.equal(flat[written, 0], step.k)
     assert torch.equal(flat[written, 1], step.v)
@@ -159,8 +174,7 @@ def test_a_layer_uses_its_own_cache() -> None:
     step = Step([(9, 1)], seed=0)
     attention, zero = backend(), torch.zeros(0)
     other = torch.zeros_like(step.cache)
-    slot = torch.tensor(step.slots(0)[-1:])
-    context = ForwardContext(slot, zero, zero, [other, step.cache], attention.prepare(step.batch))
+    context = ForwardContext(zero, zero, [other, step.cache], attention.prepare(step.batch))
     out = attention.forward(step.q, step.k, step.v, 1, context)
     torch.testing.assert_close(out.double(), step.expected(), rtol=1e-4, atol=1e-5)
     assert not bool(other.any())

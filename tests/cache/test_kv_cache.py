@@ -30,8 +30,8 @@ def test_takes_the_bytes_it_says(dtype: torch.dtype, block_size: int) -> None:
 
 def test_each_layer_has_its_own_zeroed_blocks() -> None:
     cache = KVCache(MODEL, num_blocks=5, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
-    assert [layer.shape for layer in cache.layers] == [(5, 4, 2, 2, 16)] * 3
-    # Padding reads block 0 before anybody wrote to it: what is not a number there would spread.
+    assert [layer.shape for layer in cache.layers] == [(5, 2, 2, 4, 16)] * 3
+    # The end of a block is read before anybody wrote to it: what is not a number there would spread.
     assert all(bool((layer == 0).all()) for layer in cache.layers)
     cache.layers[0].fill_(1.0)
     assert bool((cache.layers[1] == 0).all())

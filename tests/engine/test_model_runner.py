@@ -11,6 +11,7 @@ import torch
 from engine_driver import engine_config
 from reference_models import save_reference_model
 
+from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import GIB, CacheConfig, EngineConfig, ModelConfig
 from mmserve.engine import model_runner
@@ -37,7 +38,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 def runner(config: EngineConfig) -> ModelRunner:
-    return ModelRunner(config, open_checkpoint(config.model))
+    return ModelRunner(config, open_checkpoint(config.model), EncoderCache(64))
 
 
 def sized(folder: Path, *, max_model_len: int | None = None, num_blocks: int) -> ModelRunner:

@@ -10,11 +10,13 @@ from mmserve.kernels.reference import (
     apply_rotary,
     causal_attention,
     gather_kv,
+    gather_rows,
     paged_attention_chunk,
     paged_attention_decode,
     rms_norm,
     silu_and_mul,
     store_kv,
+    store_rows,
 )
 
 TOLERANCES = [(torch.float32, 2e-6), (torch.bfloat16, 1.2e-2)]
@@ -40,13 +42,13 @@ class PagedSequences:
 
     def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         num_blocks = sum(-(-length // BLOCK_SIZE) for length in lengths) + 3
-        self.cache = torch.full((num_blocks, BLOCK_SIZE, 2, kv_heads, head_dim), 77.0, dtype=dtype)
+        self.cache = torch.full((num_blocks, 2, kv_heads, BLOCK_SIZE, head_dim), 77.0, dtype=dtype)
         free = random.Random(0).sample(range(num_blocks), num_blocks)
         self.tables = [[free.pop() for _ in range(-(-length // BLOCK_SIZE))] for length in lengths]
         self.k = [torch.randn(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
         self.v = [torch.randn(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
         for table, k, v in zip(self.tables, self.k, self.v, strict=True):
-            store_kv(k, v, self.cache, slots(table, len(k)))
+            store_kv(k, v, self.cache, store_rows(slots(table, len(k)), kv_heads, BLOCK_SIZE))
 
 
 def slots(table: list[int], length: int) -> torch.Tensor:
@@ -95,49 +97,50 @@ def test_silu_and_mul(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_store_kv_writes_its_slots_and_no_others() -> None:
-    cache = torch.zeros(5, BLOCK_SIZE, 2, 3, 8)
+    cache = torch.zeros(5, 2, 3, BLOCK_SIZE, 8)
     k, v = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
     places = [(4, 3), (0, 0), (2, 1), (2, 2)]
-    store_kv(k, v, cache, torch.tensor([block * BLOCK_SIZE + offset for block, offset in places]))
+    slot_mapping = torch.tensor([block * BLOCK_SIZE + offset for block, offset in places])
+    store_kv(k, v, cache, store_rows(slot_mapping, 3, BLOCK_SIZE))
     expected = torch.zeros_like(cache)
     for i, (block, offset) in enumerate(places):
-        expected[block, offset, 0], expected[block, offset, 1] = k[i], v[i]
+        expected[block, 0, :, offset], expected[block, 1, :, offset] = k[i], v[i]
     assert torch.equal(cache, expected)
 
 
 def test_gather_kv_reads_blocks_in_table_order() -> None:
     paged = PagedSequences([8, 8], 3, 5, torch.float32)
-    k, v = gather_kv(paged.cache, torch.tensor(paged.tables[0] + paged.tables[1]), 2)
-    assert k.shape == v.shape == (2, 3, 8, 5)
+    k, v = gather_kv(paged.cache, gather_rows(torch.tensor(paged.tables), 3))
+    assert k.shape == v.shape == (2 * 3, 8, 5)
     for i in range(2):
-        assert torch.equal(k[i].transpose(0, 1), paged.k[i])
-        assert torch.equal(v[i].transpose(0, 1), paged.v[i])
+        assert torch.equal(k[3 * i : 3 * i + 3].transpose(0, 1), paged.k[i])
+        assert torch.equal(v[3 * i : 3 * i + 3].transpose(0, 1), paged.v[i])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("lengths", [[1], [4], [5, 4, 3], [9, 8, 7, 5], [17, 16, 15, 13, 1]], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [4], [5, 4, 3], [17, 16, 15, 13, 1], [1030], [519, 514]], ids=str)
 def test_decode(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, lengths: list[int]) -> None:
     paged = PagedSequences(lengths, kv_heads, 16, dtype)
     q = torch.randn(len(lengths), heads, 16, dtype=dtype)
     num_blocks = max(len(table) for table in paged.tables)
-    padded = [block for table in paged.tables for block in table + [0] * (num_blocks - len(table))]
+    padded = [table + [table[0]] * (num_blocks - len(table)) for table in paged.tables]
     visible = torch.arange(num_blocks * BLOCK_SIZE) < torch.tensor(lengths)[:, None]
     mask = additive(visible, dtype)[:, None, None]
-    out = paged_attention_decode(q, paged.cache, torch.tensor(padded), mask, 16**-0.5)
+    out = paged_attention_decode(q, paged.cache, gather_rows(torch.tensor(padded), kv_heads), mask, 16**-0.5)
     reference = torch.stack([naive_attention(*each) for each in zip(q, paged.k, paged.v, strict=True)])
     assert relative_error(out, reference) < tolerance
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize(("context", "num_queries"), [(5, 2), (8, 4), (9, 8), (16, 3), (17, 16), (7, 7)])
+@pytest.mark.parametrize(("context", "num_queries"), [(5, 2), (8, 4), (9, 8), (16, 3), (17, 16), (7, 7), (300, 270)])
 def test_chunk(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, context: int, num_queries: int) -> None:
     paged = PagedSequences([context, 6], kv_heads, 16, dtype)
     q = torch.randn(num_queries, heads, 16, dtype=dtype)
     first = context - num_queries
-    visible = torch.arange(context) <= torch.arange(first, context)[:, None]
-    out = paged_attention_chunk(q, paged.cache, torch.tensor(paged.tables[0]), additive(visible, dtype), 16**-0.5)
+    rows = gather_rows(torch.tensor(paged.tables[:1]), kv_heads)
+    out = paged_attention_chunk(q, paged.cache, rows, context, 16**-0.5)
     k, v = paged.k[0], paged.v[0]
     reference = torch.stack([naive_attention(q[i], k[: first + i + 1], v[: first + i + 1]) for i in range(num_queries)])
     assert relative_error(out, reference) < tolerance
@@ -145,15 +148,16 @@ def test_chunk(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-@pytest.mark.parametrize("length", [1, 2, 17])
+@pytest.mark.parametrize("length", [1, 2, 17, 257])
 def test_causal(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, length: int) -> None:
     q = torch.randn(length, heads, 16, dtype=dtype)
     k, v = (torch.randn(length, kv_heads, 16, dtype=dtype) for _ in range(2))
     reference = torch.stack([naive_attention(q[i], k[: i + 1], v[: i + 1]) for i in range(length)])
-    assert relative_error(causal_attention(q, k, v, 16**-0.5), reference) < tolerance
+    out = causal_attention(q, k.transpose(0, 1), v.transpose(0, 1), 16**-0.5)
+    assert relative_error(out, reference) < tolerance
 
 
 def test_the_scale_is_the_callers() -> None:
-    q, k, v = torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    q, k, v = torch.randn(3, 2, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     halved = causal_attention(q, k, v, 0.5 * 16**-0.5)
     torch.testing.assert_close(halved, causal_attention(q / 2, k, v, 16**-0.5), rtol=1e-5, atol=1e-6)

@@ -31,10 +31,16 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Reference(family, save_llava(family, tmp_path_factory.mktemp(request.param)))
 
 
+def attention(config: ModelConfig) -> TorchAttention:
+    return TorchAttention(
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, block_size=16, dtype=torch.float32, device=CPU
+    )
+
+
 def load(reference: Reference, **changes: Any) -> Llava:
     checkpoint = open_checkpoint(str(reference.folder))
     config = ModelConfig.from_hf({**checkpoint.config, **changes})
-    backend = TorchAttention(head_dim=config.head_dim, block_size=16, dtype=torch.float32, device=CPU)
+    backend = attention(config)
     model = model_class(config.architecture)(LayerLoader(WeightReader(checkpoint), torch.float32, CPU), config, backend)
     assert isinstance(model, Llava)
     return model
@@ -157,7 +163,7 @@ def test_a_configuration_without_resolutions_means_the_published_ones(
     }
     checkpoint = DummyCheckpoint(config, {}, byte_level_tokenizer)
     shape = ModelConfig.from_hf(config)
-    backend = TorchAttention(head_dim=8, block_size=16, dtype=torch.float32, device=CPU)
+    backend = attention(shape)
     model = model_class(architecture)(LayerLoader(WeightReader(checkpoint), torch.float32, CPU), shape, backend)
     assert isinstance(model, kind)
     assert model._resolutions == resolutions

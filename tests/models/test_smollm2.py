@@ -96,7 +96,9 @@ def test_bfloat16_logits_agree(
 def test_answers_a_question(smollm2_path: Path) -> None:
     engine = _engine(smollm2_path, "auto")
     tokenizer = open_checkpoint(str(smollm2_path)).tokenizer()
-    prompt = tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    prompt = tokenizer.encode_chat(
+        [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    )
     engine.add_request(EngineRequest("a", prompt, SamplingParams(temperature=0.0, max_tokens=20)))
     answer: list[int] = []
     while engine.has_work:

@@ -205,6 +205,15 @@ def test_a_sentence_that_comes_twice_is_kept_once() -> None:
     assert summary.text.count("£1,875") == 1
 
 
+def test_headings_and_remarks_are_passed_over_without_being_counted() -> None:
+    headings = "Here is a summary:\n\n1. Electric kilns\nWorkshop\nThe rent. - \n"
+    answer = f"{headings}The rent is £1,875 a month.\n- Kilns: 54 kilowatts"
+    summary = summary_of(PAGES, answering(answer))
+    model = [citation.sentence for citation in summary.citations if citation.origin == "model"]
+    assert model == ["The rent is £1,875 a month.", "Kilns: 54 kilowatts"]
+    assert summary.num_dropped == 0
+
+
 def test_an_answer_that_goes_on_without_use_is_ended() -> None:
     useless = [f"Number {n} is {n * 3}." for n in range(100, 300)]
     engine = answering(" ".join(useless), max_model_len=4000)
