@@ -30,10 +30,12 @@ def sends_pictures(mode: Mode, prompts: Prompts, document: Document) -> bool:
 class PageViews:
     """Pages of one document as pictures that fit a request; in mode auto with the text layer, where that fits too."""
 
-    def __init__(self, document: Document, prompts: Prompts, mode: Mode, budget: int) -> None:
+    def __init__(self, document: Document, prompts: Prompts, mode: Mode, limits: PixelLimits, budget: int) -> None:
+        """`budget` is what a request has for pages, in tokens."""
         self._document = document
         self._prompts = prompts
         self._mode = mode
+        self._limits = limits.or_auto()
         self._budget = budget - MARK_TOKENS
 
     async def view(self, page: PageText, source: TextSource, num_text_tokens: int) -> PageText:
@@ -45,7 +47,7 @@ class PageViews:
 
     async def _picture(self, number: int) -> PagePicture:
         """A page as large as the limits allow, and smaller where it would not leave room for itself."""
-        image, limits = ImageSource(self._document, number), self._prompts.limits.or_auto()
+        image, limits = ImageSource(self._document, number), self._limits
         for _ in range(_ATTEMPTS):
             num_tokens = await self._prompts.num_image_tokens(image, limits)
             if num_tokens <= self._budget:

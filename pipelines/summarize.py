@@ -52,7 +52,8 @@ class SummarizeOptions:
 
     `pages` is a selection such as `1-4,7,10-`. `max_tokens` bounds the answer; by default `length` decides. `language`
     is that of the summary, by name, the document's own if None. `prompt` says what to pay attention to. `mode` is what
-    the model gets of the pages: their pictures, their text, or with `auto` the best that it takes.
+    the model gets of the pages: their pictures, their text, or with `auto` the best that it takes. `max_pixels` and
+    `min_pixels` hold for each picture of a page.
     """
 
     pages: str | None = None
@@ -63,6 +64,8 @@ class SummarizeOptions:
     temperature: float = 0.0
     seed: int | None = None
     mode: Mode = "auto"
+    max_pixels: int | None = None
+    min_pixels: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -151,7 +154,9 @@ class _Summarizer:
 
     def show_pictures(self) -> None:
         """Have the model see pages as pictures."""
-        self._views = PageViews(self._reading.document, self._prompts, self._options.mode, self._budget)
+        options = self._options
+        limits = self._prompts.limits.narrowed(min_pixels=options.min_pixels, max_pixels=options.max_pixels)
+        self._views = PageViews(self._reading.document, self._prompts, options.mode, limits, self._budget)
 
     async def run(self) -> Summary:
         try:

@@ -67,11 +67,12 @@ class ImageProcessor(Protocol):
 
 def plan_image(processor: ImageProcessor, width: int, height: int, limits: PixelLimits) -> ImagePlan:
     """`processor.plan`, with regard to limits that are a ceiling."""
-    plan = processor.plan(width, height, limits)
     if not limits.is_ceiling:
-        return plan
+        return processor.plan(width, height, limits)
     own = processor.plan(width, height, PixelLimits(limits.min_pixels))
-    return min(own, plan, key=lambda candidate: candidate.num_tokens)
+    if own.num_tokens <= limits.spared_tokens:
+        return own
+    return min(own, processor.plan(width, height, limits), key=lambda plan: plan.num_tokens)
 
 
 def check_shape(width: int, height: int) -> None:

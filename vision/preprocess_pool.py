@@ -5,10 +5,12 @@ wait, in their order, while those before them hold all the room there is: host m
 """
 
 import asyncio
+import contextlib
 import hashlib
 import os
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,7 @@ from mmserve.vision.worker_pool import WorkerEntry, WorkerPool
 # The costliest family has 64 tokens for a tile of 512 x 512 pixels, in float32.
 _MOST_BYTES_PER_TOKEN = 3 * 512 * 512 * 4 // 64
 _MAX_KNOWN_SIZES = 4096
+_SETTLE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,17 @@ class _Entry:
 
 @dataclass
 class PreprocessPool:
-    """One event loop at a time uses it. Processes start with the first picture; `close` ends them."""
+    """One event loop at a time uses it. Processes start with the first picture; `close` ends them.
+
+    `settle` is the engine's: it may still be about to read the patches of a request that was given up, and they are
+    taken away only when that future is done.
+    """
 
     processor: ImageProcessor
     num_workers: int = 2
     limits: PageLimits = field(default_factory=PageLimits)
     capacity_bytes: int = 0
+    settle: Callable[[], Future[None]] | None = None
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -128,8 +136,11 @@ class PreprocessPool:
     def close(self) -> None:
         """End the processes and give all shared memory back."""
         self._workers.close()
+        if self.settle is not None:
+            with contextlib.suppress(TimeoutError):
+                self.settle().result(_SETTLE_SECONDS)
         while self._entries:
-            self._unlink(self._entries.popitem()[1])
+            _unlink_all(self._entries.popitem()[1])
 
     def _entry_point(self) -> WorkerEntry:
         from mmserve.vision.preprocess_worker import call_preprocess_worker, start_preprocess_worker
@@ -184,12 +195,19 @@ class PreprocessPool:
                 return
             if entry.num_pins == 0 and entry.task.done():
                 excess -= entry.size_bytes
-                self._unlink(self._entries.pop(digest))
+                self._take_away(self._entries.pop(digest))
 
-    def _unlink(self, entry: _Entry) -> None:
-        if entry.task.done() and not entry.has_failed:
-            for ref in entry.task.result().patches:
-                unlink(ref)
+    def _take_away(self, entry: _Entry) -> None:
+        if self.settle is None:
+            _unlink_all(entry)
+        else:
+            self.settle().add_done_callback(lambda _: _unlink_all(entry))
+
+
+def _unlink_all(entry: _Entry) -> None:
+    if entry.task.done() and not entry.has_failed:
+        for ref in entry.task.result().patches:
+            unlink(ref)
 
 
 class Room:

@@ -176,7 +176,7 @@ class VisionOptions:
             return PromptBuilder(client.tokenizer, limits=limits)
         from mmserve.vision.preprocess_pool import PreprocessPool
 
-        pool = PreprocessPool(processor, num_workers=self.num_preprocess_workers, limits=pages)
+        pool = PreprocessPool(processor, self.num_preprocess_workers, pages, settle=client.settle)
         return PromptBuilder(client.tokenizer, processor, pool, limits=limits)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Literal
 
@@ -26,6 +27,8 @@ from mmserve.engine.messages import (
     EngineRequest,
     EngineStats,
     FromEngine,
+    Ping,
+    Pong,
     RequestFailure,
     StepOutput,
     TokenOutput,
@@ -67,6 +70,7 @@ class EngineClient:
         self._lock = threading.Lock()
         self._requests: dict[str, Mailbox] = {}
         self._mailboxes: dict[str, Mailbox] = {}
+        self._settling: dict[int, Future[None]] = {}
         self._serial_numbers = itertools.count()
         kind = ProcessTransport if config.use_process else ThreadTransport
         self.transport = kind(config, self._on_message)
@@ -154,6 +158,22 @@ class EngineClient:
         for child_id in child_ids:
             self.transport.send(AbortRequest(child_id))
 
+    def settle(self) -> Future[None]:
+        """Done when all that was asked of the engine so far, aborts among it, has taken effect; or the engine is dead.
+
+        Only then is what an aborted request pointed to, such as an image's patches, not looked at any more.
+        """
+        settled: Future[None] = Future()
+        with self._lock:
+            if self._failure is None:
+                number = next(self._serial_numbers)
+                self._settling[number] = settled
+            else:
+                settled.set_result(None)
+        if not settled.done():
+            self.transport.send(Ping(number))
+        return settled
+
     def close(self) -> None:
         """Stop the engine; requests in flight end with `shutting_down`."""
         self._fail(EngineFailed("shutting_down", "the engine is shutting down"))
@@ -209,6 +229,11 @@ class EngineClient:
             self.engine_info = message
             self.max_model_len = message.max_model_len
             self._settled.set()
+        elif isinstance(message, Pong):
+            with self._lock:
+                settled = self._settling.pop(message.number, None)
+            if settled is not None:
+                settled.set_result(None)
         else:
             self._fail(message)
 
@@ -229,7 +254,10 @@ class EngineClient:
                 return
             self._failure = failure
             mailboxes = set(self._mailboxes.values())
+            settling, self._settling = self._settling, {}
         self._settled.set()
+        for settled in settling.values():
+            settled.set_result(None)
         for mailbox in mailboxes:
             error = as_exception(RequestFailure(failure.code, failure.message))
             _call_in_loop(mailbox.loop, partial(mailbox.fail, error))

@@ -28,7 +28,14 @@ class Shutdown:
     """Stop after the current step; what is in flight ends as aborted."""
 
 
-ToEngine = EngineRequest | AbortRequest | Shutdown
+@dataclass(frozen=True)
+class Ping:
+    """Answered by a `Pong` of the same number once all that was sent before it has taken effect."""
+
+    number: int
+
+
+ToEngine = EngineRequest | AbortRequest | Ping | Shutdown
 
 
 @dataclass(frozen=True)
@@ -95,4 +102,9 @@ class EngineFailed:
     message: str
 
 
-FromEngine = StepOutput | EngineReady | EngineFailed
+@dataclass(frozen=True)
+class Pong:
+    number: int
+
+
+FromEngine = StepOutput | EngineReady | EngineFailed | Pong

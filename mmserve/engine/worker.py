@@ -12,6 +12,8 @@ from mmserve.engine.messages import (
     EngineFailed,
     EngineRequest,
     FromEngine,
+    Ping,
+    Pong,
     Shutdown,
     StepOutput,
     ToEngine,
@@ -52,6 +54,9 @@ def _take_messages(engine: Engine, inbox: Inbox, send: Send) -> bool:
             return True
         if isinstance(message, Shutdown):
             return False
+        if isinstance(message, Ping):
+            send(Pong(message.number))
+            continue
         reply = _handle(engine, message)
         if reply is not None:
             send(StepOutput((reply,), engine.scheduler.stats()))

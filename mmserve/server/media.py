@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import Document
 from mmserve.vision.sniff import PDF_TYPE, TEXT_TYPE
 
-# As OpenAI has it.
-LOW_DETAIL_PIXELS = 512 * 512
 _DATA_URL = re.compile(r"data:[^,]{0,256}?(;base64)?,", re.I)
 _NO_EYES = (
     "the model served here reads text only. Send the picture or the document to /v1/summarize, which reads its pages,"
@@ -37,40 +34,18 @@ _MOST_CHARACTERS_PER_TOKEN = 16
 Parts = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class PixelBudget:
-    """What the operator set, and what the request asks for instead."""
-
-    operator: PixelLimits
-    asked: PixelLimits
-
-    @classmethod
-    def of(cls, operator: PixelLimits, *, min_pixels: int | None, max_pixels: int | None) -> "PixelBudget":
-        """Raises `RequestError` for more pixels than the operator allows, and for limits that contradict."""
-        ceiling = operator.max_pixels
-        for name, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
-            if ceiling is not None and value is not None and value > ceiling:
-                raise RequestError("invalid_request", f"{name} may be at most {ceiling} here", param=name)
-        if min_pixels is not None and max_pixels is not None and min_pixels > max_pixels:
-            raise RequestError("invalid_request", "min_pixels must not exceed max_pixels", param="min_pixels")
-        return cls(operator, PixelLimits(min_pixels, max_pixels))
-
-    def limits(self, detail: Detail) -> PixelLimits:
-        """`high` is all that the model takes; `auto` is enough for a page to be read."""
-        least = self.asked.min_pixels or self.operator.min_pixels
-        most = self.asked.max_pixels or self.operator.max_pixels
-        if detail == "low":
-            most = min(LOW_DETAIL_PIXELS, most or LOW_DETAIL_PIXELS)
-            return PixelLimits(min(least, most) if least else None, most, is_ceiling=True)
-        limits = PixelLimits(min(least, most) if least and most else least, most)
-        return limits.or_auto() if detail == "auto" else limits
+def limits_of(limits: PixelLimits, detail: Detail) -> PixelLimits:
+    """`high` is all that the model takes within `limits`; `auto` is enough for a page to be read."""
+    if detail == "low":
+        return limits.low_detail()
+    return limits.or_auto() if detail == "auto" else limits
 
 
 @asynccontextmanager
 async def received(
-    state: ServerState, messages: Sequence[Mapping[str, Any]], budget: PixelBudget
+    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    """Messages for the prompt builder; the files that their pictures come from are removed when the block is left.
+    """Messages for the prompt builder, pictures within `limits`; their files are removed when the block is left.
 
     Raises `RequestError` and `DocumentError` that name the part at fault.
     """
@@ -80,7 +55,7 @@ async def received(
         return
     _check_count(state, len(media))
     with tempfile.TemporaryDirectory(prefix="mmserve-media-", dir=state.settings.upload_dir) as folder:
-        receiver = _Receiver(state, budget, Path(folder))
+        receiver = _Receiver(state, limits, Path(folder))
         documents = await receiver.open_all(media)
         if state.prompts.reads_images:
             _check_count(state, sum(_num_images(document) for document in documents))
@@ -90,9 +65,9 @@ async def received(
 
 
 class _Receiver:
-    def __init__(self, state: ServerState, budget: PixelBudget, folder: Path) -> None:
+    def __init__(self, state: ServerState, limits: PixelLimits, folder: Path) -> None:
         self._state = state
-        self._budget = budget
+        self._limits = limits
         self._folder = folder
         self._room_bytes = state.settings.max_media_bytes
 
@@ -110,7 +85,7 @@ class _Receiver:
         """What stands in the message for one picture or document."""
         if document.media_type == TEXT_TYPE or not self._state.prompts.reads_images:
             return [{"type": "text", "text": await self._text(document)}]
-        limits = self._budget.limits(media.detail)
+        limits = limits_of(self._limits, media.detail)
         parts: Parts = []
         for page in range(1, document.num_pages + 1):
             parts += [{"type": "text", "text": f"[page {page}]"}] if document.num_pages > 1 else []

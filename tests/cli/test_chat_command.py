@@ -246,6 +246,7 @@ def test_ctrl_c_interrupts_the_answer_alone() -> None:
     terminal.wait_for("> ")
     terminal.type("on\n")
     terminal.wait_for("[u:sleep;a:[;u:on;]")
+    terminal.wait_for("> ")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("Ctrl-D ends")
     terminal.type("/exit\n")

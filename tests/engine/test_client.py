@@ -229,6 +229,17 @@ def test_cancelling_the_task_frees_the_engine(client: EngineClient, monkeypatch:
     assert any(isinstance(message, AbortRequest) for message in sent)
 
 
+def test_settle_waits_until_aborts_have_taken_effect(client: EngineClient) -> None:
+    async def leave() -> None:
+        async with aclosing(client.generate(PROMPT, greedy(400))) as deltas:
+            await anext(deltas)
+        await asyncio.wrap_future(client.settle())
+        assert client.stats.num_requests_running == 0
+
+    asyncio.run(leave())
+    assert not client._settling
+
+
 def test_a_loop_that_ends_in_the_middle_does_not_hurt(client: EngineClient) -> None:
     """Its mailbox cannot be reached any more; asyncio.run closes the generator on the way out."""
     loop = asyncio.new_event_loop()

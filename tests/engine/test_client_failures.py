@@ -79,6 +79,7 @@ def test_close_fails_what_is_in_flight(folder: Path) -> None:
             asyncio.run(client.complete(PROMPT, greedy(1)))
         assert caught.value.code == "shutting_down"
         assert client.state == "dead"
+        assert client.settle().done()
 
 
 def test_an_exception_in_a_step_is_told_to_everybody_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import hashlib
 import io
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ import torch
 from PIL import Image
 
 from mmserve.errors import DocumentError, MMServeError, RequestError
-from mmserve.vision.image_source import AUTO_PIXELS, ImageSource, PixelLimits
+from mmserve.vision.image_plan import plan_image
+from mmserve.vision.image_source import AUTO_PIXELS, AUTO_TOKENS, ImageSource, PixelLimits
 from mmserve.vision.page_types import Document
 from mmserve.vision.patches import load, num_bytes
 from mmserve.vision.preprocess_pool import PreprocessPool, Room
@@ -41,8 +44,10 @@ def pool() -> Iterator[PreprocessPool]:
     pool.close()
 
 
-def segments() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob("psm_*")}
+def segments(processed: Iterable[Processed]) -> list[str]:
+    """Those of their segments that exist."""
+    names = {ref.segment for each in processed for ref in each.patches}
+    return [name for name in sorted(names) if (SHARED_MEMORY / name).exists()]
 
 
 def picture(folder: Path, seed: int, width: int = 120, height: int = 90, *, orientation: int = 1) -> ImageSource:
@@ -118,6 +123,18 @@ def test_a_ceiling_lowers_and_never_raises_what_the_checkpoint_takes(pool: Prepr
     assert asyncio.run(tokens(PixelLimits(None, 20_000, is_ceiling=True))) < own
 
 
+def test_auto_bounds_tokens_where_a_checkpoint_does_not() -> None:
+    generous = replace(PROCESSOR, max_pixels=12_845_056)
+
+    def num_tokens(width: int, height: int, limits: PixelLimits) -> int:
+        return plan_image(generous, width, height, limits).num_tokens
+
+    assert num_tokens(4000, 3000, PixelLimits()) > 15_000
+    assert num_tokens(4000, 3000, PixelLimits().or_auto()) <= AUTO_TOKENS
+    assert num_tokens(1240, 1754, PixelLimits().or_auto()) == num_tokens(1240, 1754, PixelLimits())
+    assert num_tokens(4000, 3000, PixelLimits().low_detail()) < 400
+
+
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 def test_a_picture_is_measured_upright(pool: PreprocessPool, tmp_path: Path, orientation: int) -> None:
     image = picture(tmp_path, 10 + orientation, 120, 40, orientation=orientation)
@@ -172,23 +189,44 @@ def test_one_bad_picture_lets_go_of_the_good_ones(pool: PreprocessPool, tmp_path
 
 
 def test_memory_stays_within_the_capacity_over_many_pictures(tmp_path: Path) -> None:
-    before = segments()
     pool = PreprocessPool(PROCESSOR, num_workers=1, capacity_bytes=1_000_000)
+    processed: list[Processed] = []
 
     async def run() -> None:
         for seed in range(12):
-            async with pool.hold([await pool.plan(picture(tmp_path, 100 + seed), PixelLimits())]):
-                assert pool.num_bytes <= pool.capacity_bytes
+            processed.extend(await process(pool, picture(tmp_path, 100 + seed)))
+            assert pool.num_bytes <= pool.capacity_bytes
+            assert (SHARED_MEMORY / processed[-1].patches[0].segment).exists()
 
     try:
         asyncio.run(run())
-        kept = segments() - before
-        assert 1 <= len(kept) < 12
+        assert 1 <= len(segments(processed)) < 12
     finally:
         pool.close()
-    assert segments() <= before
+    assert segments(processed) == []
     with pytest.raises(MMServeError):
         asyncio.run(process(pool, picture(tmp_path, 99)))
+
+
+def test_patches_are_taken_away_only_when_the_engine_reads_them_no_more(tmp_path: Path) -> None:
+    """The engine learns that a request was given up a moment after its pictures were let go."""
+    asked: list[Future[None]] = []
+
+    def settle() -> Future[None]:
+        asked.append(Future())
+        if len(asked) > 1:
+            asked[-1].set_result(None)
+        return asked[-1]
+
+    pool = PreprocessPool(PROCESSOR, num_workers=1, capacity_bytes=1, settle=settle)
+    try:
+        processed = asyncio.run(process(pool, picture(tmp_path, 60)))
+        assert pool.num_bytes == 0
+        assert len(segments(processed)) == 1
+        asked[0].set_result(None)
+        assert segments(processed) == []
+    finally:
+        pool.close()
 
 
 def test_requests_wait_for_room_in_their_order_and_a_large_one_goes_alone() -> None:

@@ -14,7 +14,7 @@ from mmserve.request import SamplingParams
 from mmserve.server.generation import Answer, GenerationRequest, UsageCount, collect, generate
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.logprobs import chat_logprobs
-from mmserve.server.media import PixelBudget, received
+from mmserve.server.media import received
 from mmserve.server.schemas.chat import (
     AnswerMessage,
     ChatChoice,
@@ -81,10 +81,10 @@ def _start(body: ChatCompletionRequest, state: ServerState) -> ChatTurn:
 async def _prepared(turn: ChatTurn) -> AsyncIterator[GenerationRequest]:
     """What goes to the engine, with its pictures for as long as the block lasts."""
     state, body = turn.state, turn.body
-    budget = PixelBudget.of(state.prompts.limits, min_pixels=body.min_pixels, max_pixels=body.max_pixels)
+    limits = state.prompts.limits.narrowed(min_pixels=body.min_pixels, max_pixels=body.max_pixels)
     async with AsyncExitStack() as stack:
         with state.gate.admit(turn.params.n):
-            async with received(state, turn.messages, budget) as messages:
+            async with received(state, turn.messages, limits) as messages:
                 room = state.engine.max_model_len - 1
                 built = state.prompts.build(messages, max_tokens=room, **body.template_arguments())
                 prompt = await stack.enter_async_context(built)

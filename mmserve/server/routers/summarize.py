@@ -46,6 +46,8 @@ class SummarizeForm(RequestModel):
     mode: Mode | None = Field(
         None, description="What the model gets: pages as pictures (vision), as text, or the best that it takes (auto)."
     )
+    max_pixels: int | None = Field(None, description="Scale each page's picture down to this many pixels.")
+    min_pixels: int | None = Field(None, description="Scale each page's picture up to this many pixels.")
 
     @classmethod
     def parse(cls, fields: dict[str, str]) -> "SummarizeForm":
