@@ -161,7 +161,7 @@ def test_text_parts_are_joined_and_others_refused(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     joined = tokenizer.encode_chat([{"role": "user", "content": "one\ntwo"}])
     assert tokenizer.encode_chat([{"role": "user", "content": parts}]) == joined
-    with pytest.raises(RequestError, match="takes text"):
+    with pytest.raises(RequestError, match="type text and image"):
         tokenizer.encode_chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
