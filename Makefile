@@ -29,8 +29,10 @@ help: ## this list
 install: $(VENV)/.installed ## make .venv with everything that running mmserve needs
 
 demo: install ## summarise the documents in samples/ with the embedded model; results go to out/
-	$(BIN)/mmserve pull smollm2-135m --quiet
-	$(BIN)/mmserve summarize samples --output-dir out --force
+	@echo "Fetching the embedded model (100 MB), if it is not there yet"
+	@$(BIN)/mmserve pull smollm2-135m --quiet >/dev/null
+	@echo "Summarising the documents in samples/; results go to out/, too. On two cores this takes some minutes."
+	@$(BIN)/mmserve summarize samples --output-dir out --force
 
 serve: install ## start the HTTP service on 127.0.0.1
 	$(BIN)/mmserve serve
@@ -80,11 +82,11 @@ $(VENV)/.torch-installed: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch-installed pyproject.toml
-	@echo "Installing mmserve and what it needs"
+	@echo "Installing mmserve and what it needs: a minute or two without output"
 	$(PIP) install --quiet --editable .
 	@touch $@
 
 $(VENV)/.test-installed: $(VENV)/.installed
-	@echo "Installing what the tests need"
+	@echo "Installing what the tests need: a moment without output"
 	$(PIP) install --quiet --editable '.[test]'
 	@touch $@

@@ -1,10 +1,12 @@
 """The `mmserve` command: imports commands on demand, layers their settings, turns errors into sentences."""
 
+import contextlib
 import importlib
 import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,6 +19,7 @@ from mmserve.commands.settings import CommandOptions, find_settings, read_settin
 from mmserve.errors import MMServeError, RequestError, SetupError
 
 ENVIRONMENT_PREFIX = "MMSERVE"
+ENGINE_THREAD = "engine"
 EXIT_SOME_FAILED, EXIT_USAGE, EXIT_MISSING = 1, 2, 3
 EXIT_CLOSED_PIPE = 128 + signal.SIGPIPE
 
@@ -135,6 +138,14 @@ def _exit_code(error: Exception) -> int:
     return EXIT_USAGE if is_usage else EXIT_SOME_FAILED
 
 
+def _leave_at_once(code: object) -> NoReturn:
+    """For an engine that is still loading in its thread: the interpreter's own end would pull torch away from it."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)
+
+
 def _drop_standard_output() -> None:
     """Nobody reads it any more; the interpreter's own flush at exit must not complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -204,4 +215,9 @@ def _root(
 
 def main() -> None:
     """Run the command line; the exit code says how it went (see `mmserve --help`)."""
-    app(prog_name="mmserve")
+    try:
+        app(prog_name="mmserve")
+    except SystemExit as end:
+        if any(thread.name == ENGINE_THREAD for thread in threading.enumerate()):
+            _leave_at_once(end.code)
+        raise

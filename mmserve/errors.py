@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Self
 
 ErrorCode = Literal[
     "invalid_request",
@@ -81,6 +81,11 @@ class MMServeError(Exception):
     @property
     def http_status(self) -> int:
         return HTTP_STATUS[self.code]
+
+    def about(self, what: str) -> Self:
+        """The same error, in a sentence that says of what."""
+        message = self.message if what in self.message else f"{what}: {self.message}"
+        return type(self)(self.code, message, param=self.param)
 
 
 class RequestError(MMServeError):

@@ -70,7 +70,7 @@ class DocumentReading:
             return
         name, problems = self.document.name, [report.problem for report in self.reports if report.problem]
         if len({problem.code for problem in problems}) == 1 and len(problems) == len(self.reports):
-            raise DocumentError(problems[0].code, _named(name, problems[0].message))
+            raise DocumentError(problems[0].code, problems[0].message).about(name)
         reason = problems[0].message if problems else "OCR found no text; is it switched off?"
         raise DocumentError("empty_document", f"{name}: no text could be read: {reason}")
 
@@ -100,10 +100,6 @@ class DocumentReading:
         attachments = [f"Attached to the document and not read: {', '.join(document.attachments)}."]
         unchecked = _about(self._pictured, "was read from its picture alone", "were read from their pictures alone")
         return [*document.notes, *page_notes, *unchecked, *(attachments if document.attachments else [])]
-
-
-def _named(name: str, message: str) -> str:
-    return message if name in message else f"{name}: {message}"
 
 
 def _about(numbers: Collection[int], singular: str, plural: str) -> list[str]:

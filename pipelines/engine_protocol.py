@@ -1,8 +1,7 @@
 """What pipelines ask of an engine, so that they run against the real one and against a scripted one alike."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from mmserve.config import EngineConfig
@@ -80,26 +79,3 @@ class Prompts(Protocol):
     async def num_image_tokens(self, source: ImageSource, limits: PixelLimits | None = None) -> int: ...
 
     def build(self, messages: Sequence[Mapping[str, Any]]) -> AbstractAsyncContextManager[Prompt]: ...
-
-
-@dataclass(frozen=True)
-class TextPrompt:
-    token_ids: list[int]
-    images: tuple[ImageSpan, ...] = ()
-
-
-class TextPrompts:
-    """Prompts of an engine that reads text only."""
-
-    reads_images = False
-    limits = PixelLimits()
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    async def num_image_tokens(self, source: ImageSource, limits: PixelLimits | None = None) -> int:
-        raise NotImplementedError("a text model takes no pictures")
-
-    @asynccontextmanager
-    async def build(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[TextPrompt]:
-        yield TextPrompt(self._tokenizer.encode_chat(messages))

@@ -24,7 +24,7 @@ from mmserve.pipelines.answers import Answer, Usage, statements
 from mmserve.pipelines.checked_text import CheckedText, ReadText
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
 from mmserve.pipelines.document import DocumentReader, DocumentReading
-from mmserve.pipelines.engine_protocol import Prompts, TextEngine, TextPrompts
+from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import Done, Event, OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded
 from mmserve.pipelines.page_views import Mode, PageViews, sends_pictures
 from mmserve.pipelines.prompts import Content, Fence, Length, SummaryPrompt
@@ -82,15 +82,15 @@ async def summarize(
     path: Path,
     *,
     engine: TextEngine,
+    prompts: Prompts,
     reader: DocumentReader,
     options: SummarizeOptions,
     name: str | None = None,
     on_event: OnEvent | None = None,
-    prompts: Prompts | None = None,
 ) -> Summary:
     """Read the document at `path` and summarise it; `on_event` hears of progress and gets the text as it is checked.
 
-    `prompts` are those of the engine's model; without them it gets text only.
+    `prompts` are those of the engine's model.
 
     Raises `DocumentError` for a document that cannot be read, `RequestError` for options that do not fit it or the
     model, `EngineError` if the engine cannot answer. Cancelling it aborts all its requests.
@@ -98,7 +98,6 @@ async def summarize(
     document = await reader.open(path, name=name)
     selection = parse_page_selection(options.pages or "1-", document.num_pages)
     tell = on_event or _tell_nobody
-    prompts = prompts or TextPrompts(engine.tokenizer)
     takes_pictures = sends_pictures(options.mode, prompts, document)
     reading = DocumentReading(document, selection, reader, tell, takes_pictures=takes_pictures)
     summarizer = _Summarizer(reading, engine, prompts, options, tell)

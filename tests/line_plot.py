@@ -26,16 +26,20 @@ def line_plot(title: str, x_label: str, y_label: str, lines: Mapping[str, Sequen
         points = " ".join(
             f"{_x(i, num_points):.1f},{_y(value, low, max(high, low + 1)):.1f}" for i, value in enumerate(line)
         )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        # Lines that run over each other show both.
+        dashes = ' stroke-dasharray="6 6"' if place % 2 else ""
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
         parts += _legend(name, colour, place)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _axes(num_points: int, low: int, high: int) -> Iterator[str]:
     for exponent in range(low, high + 1):
-        y = _y(10.0**exponent, low, high)
-        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-        yield _text(LEFT - 8, y + 4, f"1e{exponent}", "end")
+        for digit in (1, 2, 5) if exponent < high else (1,):
+            y = _y(digit * 10.0**exponent, low, high)
+            yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+            if digit == 1 or high - low <= 3:
+                yield _text(LEFT - 8, y + 4, f"{digit}e{exponent}", "end")
     for i in range(0, num_points, max(1, num_points // 10)):
         yield _text(_x(i, num_points), HEIGHT - BOTTOM + 18, str(i), "middle")
 

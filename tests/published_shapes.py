@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mmserve.vision.preprocess import ImageProcessor
+from random_weights import Gains
+
+from mmserve.vision.image_plan import ImageProcessor
 from mmserve.vision.processors.llava import LlavaProcessor
 from mmserve.vision.processors.qwen import QwenProcessor
 
@@ -18,7 +20,8 @@ class Published:
     """`config` and `settings` are config.json and preprocessor_config.json, `page` the width and height of a picture.
 
     In the prompt a page has a budget of `prompt_pixels` (0: none); `num_words` token ids are those of plain text;
-    `before` and `after` stand around a picture; `chunk` is the number of prompt tokens a step.
+    `before` and `after` stand around a picture; `chunk` is the number of prompt tokens a step. With `gains`, faults
+    show in the logits and rounding does not.
     """
 
     title: str
@@ -31,6 +34,7 @@ class Published:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     chunk: int = 512
+    gains: Gains
 
     @property
     def family(self) -> str:
@@ -43,6 +47,7 @@ class Published:
 
 _QWEN2_5_VL_7B = Published(
     title="Qwen2.5-VL-7B",
+    gains=Gains(scores=2.0, vision_scores=0.5),
     num_words=151643,
     image_token_id=151655,
     before=(151652,),
@@ -104,6 +109,7 @@ _QWEN2_5_VL_7B = Published(
 
 _QWEN3_VL_8B = Published(
     title="Qwen3-VL-8B",
+    gains=Gains(scores=3.0, vision_scores=3.0),
     num_words=151643,
     image_token_id=151655,
     before=(151652,),
@@ -165,6 +171,7 @@ _QWEN3_VL_8B = Published(
 
 _LLAVA_1_5_7B = Published(
     title="LLaVA-1.5-7B",
+    gains=Gains(scores=2.5, vision_scores=2.5),
     num_words=32000,
     image_token_id=32000,
     page=(336, 336),
@@ -249,6 +256,8 @@ _TINY: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProxyT
         ),
     }
 )
+# Few layers in float32 bear more.
+_TINY_GAINS = Gains(scores=3.0, vision_scores=3.0)
 _TINY_DECODER: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_size": 64,
@@ -265,15 +274,15 @@ _TINY_DECODER: Mapping[str, Any] = MappingProxyType(
 def tiny(shape: Published) -> Published:
     """The same structure with few, narrow layers; the vocabulary stays, for the sake of the special tokens."""
     decoder, encoder = ({**common, **own} for common, own in zip((_TINY_DECODER, {}), _TINY[shape.family], strict=True))
+    shape = replace(shape, gains=_TINY_GAINS)
     if shape.family == "llava":
         settings = {**shape.settings, "size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
         return replace(shape, config=resized(shape.config, decoder, encoder), settings=settings, page=(56, 56), chunk=9)
     encoder["out_hidden_size"] = decoder["hidden_size"]
-    pixels = (shape.prompt_pixels // 1000) * 60
+    pixels = shape.prompt_pixels // 1000 * 60
     settings = {**shape.settings, "size": {"shortest_edge": 3136, "longest_edge": 4 * pixels}, "max_pixels": 4 * pixels}
-    return replace(
-        shape, config=resized(shape.config, decoder, encoder), settings=settings, prompt_pixels=pixels, chunk=16
-    )
+    config = resized(shape.config, decoder, encoder)
+    return replace(shape, config=config, settings=settings, prompt_pixels=pixels, chunk=16)
 
 
 def resized(config: Mapping[str, Any], decoder: Mapping[str, Any], encoder: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gains:
     """How wide weights are drawn.
 
@@ -15,9 +15,9 @@ class Gains:
     neither a picture nor its place is seen; with much more, rounding grows from layer to layer.
     """
 
+    scores: float
+    vision_scores: float
     matrix: float = 1.0
-    scores: float = 3.0
-    vision_scores: float = 3.0
     embedding: float = 0.5
     norm: float = 0.05
     bias: float = 0.02

@@ -8,11 +8,14 @@ the error by layer for each model; exits with 1 where the engine is off, or wher
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,6 @@ import torch
 import transformers
 from line_plot import line_plot
 from published_shapes import PUBLISHED, Published, tiny
-from random_weights import Gains
 from traced_models import (
     Ours,
     Prompt,
@@ -30,12 +32,13 @@ from traced_models import (
     cosine,
     make_page,
     make_prompt,
+    prompt_arguments,
     run_reference,
     vision_arguments,
 )
 from vision_driver import build_prompt, patch_store
 
-from mmserve.vision.image_plan import PixelLimits
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
 
 MIN_COSINE = 0.999
@@ -43,16 +46,18 @@ MIN_COSINE = 0.999
 MAX_COSINE_OF_A_FAULT = 0.99
 WARM_UPS, REPEATS = 3, 10
 MIB = 2**20
+_PARTS = ("engine", "transformers")
 
 
-def compare(shape: Published, dtype: torch.dtype, device: torch.device, gains: Gains) -> dict[str, Any]:
+def compare(shape: Published, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Everything about one model. The float32 run comes last: it turns transformers' weights into float32."""
     started = time.perf_counter()
     prompt, page = make_prompt(shape), _on(device, make_page(shape, 3, PixelLimits()).items[0].patches)
-    reference = build_reference(shape, dtype, device, gains)
+    reference = build_reference(shape, dtype, device)
     theirs = run_reference(reference, prompt, prompt.pages)
     result: dict[str, Any] = {
         "model": shape.title,
+        "gains": asdict(shape.gains),
         "parameters": sum(parameter.numel() for parameter in reference.parameters()),
         "precision": str(dtype).removeprefix("torch."),
         "prompt_tokens": len(prompt.token_ids),
@@ -91,24 +96,26 @@ def _run_ours(
         image_prompt = build_prompt(prompt.pieces, shape.image_token_id, store)
         whole, chunked = ours.run(image_prompt, num_tokens), ours.run(image_prompt, shape.chunk)
         speed = {
-            "page": milliseconds(lambda: ours.encode(page), device),
-            "prompt": milliseconds(lambda: ours.prefill(image_prompt, num_tokens), device),
+            "vision tower, one page": milliseconds(lambda: ours.encode(page), device),
+            "prompt with two pages": milliseconds(lambda: ours.prefill(image_prompt, num_tokens), device),
         }
     return whole, chunked, speed
 
 
 @torch.inference_mode()
 def _reference_speed(reference: Any, prompt: Prompt, page: PixelPatches, device: torch.device) -> dict[str, Any]:
-    arguments = vision_arguments([page], device)
+    one_page, whole = vision_arguments([page], device), prompt_arguments(reference, prompt, prompt.pages)
     return {
-        "page": milliseconds(lambda: reference.model.get_image_features(**arguments), device),
-        "prompt": milliseconds(lambda: run_reference(reference, prompt, prompt.pages), device),
+        "vision tower, one page": milliseconds(lambda: reference.model.get_image_features(**one_page), device),
+        "prompt with two pages": milliseconds(lambda: reference(**whole), device),
     }
 
 
 def _passed(result: Mapping[str, Any]) -> bool:
-    ours = [value for name, value in result["cosine"].items() if name.startswith("engine")]
-    return min(ours) > MIN_COSINE and max(result["cosine_of_a_fault"].values()) < MAX_COSINE_OF_A_FAULT
+    ours = [value for name, value in result["cosine"].items() if name.endswith("against transformers")]
+    return min(ours) > MIN_COSINE and all(
+        value < MAX_COSINE_OF_A_FAULT for value in result["cosine_of_a_fault"].values()
+    )
 
 
 def error_by_layer(trace: Trace, right: Trace) -> list[float]:
@@ -135,7 +142,7 @@ def _reset_peak() -> int:
 
 
 def _cuda_milliseconds(call: Callable[[], object]) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     start.record()
     call()
@@ -167,7 +174,7 @@ def summary(result: Mapping[str, Any]) -> str:
     lines = [f"{result['model']}: {'passed' if result['passed'] else 'FAILED'} in {result['seconds']:.0f} s"]
     lines += [f"  {value:.6f}  {name}" for name, value in result["cosine"].items()]
     lines += [f"  {value:.6f}  {name}" for name, value in result["cosine_of_a_fault"].items()]
-    lines += [f"  {part}: {result[part]}" for part in ("engine", "transformers")]
+    lines += [f"  {part} {what}: {speed}" for part in _PARTS for what, speed in result[part].items()]
     return "\n".join(lines)
 
 
@@ -181,14 +188,19 @@ def main() -> int:
     device, dtype = (torch.device("cpu"), torch.float32) if arguments.tiny else (torch.device("cuda"), torch.bfloat16)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     results: dict[str, dict[str, Any]] = {}
-    for family in arguments.models.split(","):
-        shape = PUBLISHED[family]
-        results[family] = compare(tiny(shape) if arguments.tiny else shape, dtype, device, Gains())
-        print(summary(results[family]), flush=True)
+    families = arguments.models.split(",")
+    for shape in [PUBLISHED[family] for family in families]:
+        try:
+            results[shape.family] = compare(tiny(shape) if arguments.tiny else shape, dtype, device)
+        except Exception:
+            # What was measured of the others is worth keeping.
+            traceback.print_exc()
+            continue
+        print(summary(results[shape.family]), flush=True)
         write(arguments.output, results, device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return 0 if all(result["passed"] for result in results.values()) else 1
+        gc.collect()
+        torch.cuda.empty_cache()
+    return 0 if [result["passed"] for result in results.values()] == [True] * len(families) else 1
 
 
 if __name__ == "__main__":

@@ -2,42 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from reference_models import save_reference_tokenizer
-from reference_qwen_vl import randomize
-from vision_driver import Item, Picture, reference_greedy
+from vision_driver import Item, Picture
+from vision_reference import TEXT_CONFIG, VisionReference, save_random_model
 
-from mmserve.vision.preprocess import ImageProcessor, PixelLimits, load_processor
-from mmserve.weights.checkpoint import open_checkpoint
+from mmserve.vision.image_source import PixelLimits
 
 VOCAB_SIZE = 410
 IMAGE_TOKEN = 404
-TEXT_TOKENS = range(3, 400)
 TILE = 56
 PATCHES_A_SIDE = TILE // 14
 # Scaled down from the 1.5 times as many rows and columns that the largest grid has.
 MAX_TILES = 4
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
-_TEXT: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "rope_theta": 10000.0,
-    }
-)
+_TEXT: Mapping[str, Any] = MappingProxyType({"vocab_size": VOCAB_SIZE, "rope_theta": 10000.0, **TEXT_CONFIG})
 _LLAMA3_ROPE: Mapping[str, Any] = MappingProxyType(
     {
         "rope_type": "llama3",
@@ -128,15 +110,13 @@ VARIANTS: Mapping[str, Family] = MappingProxyType(
 
 def save_llava(family: Family, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB") -> Path:
     """A random checkpoint with processor settings and tokenizer, as transformers saves it."""
-    import transformers
-
-    config = getattr(transformers, f"{family.prefix}Config")(
-        text_config=dict(family.text), vision_config=dict(family.vision), image_token_index=IMAGE_TOKEN, **family.more
-    )
-    model = getattr(transformers, f"{family.prefix}ForConditionalGeneration")(config)
-    randomize(model, seed)
-    model.save_pretrained(str(folder), max_shard_size=max_shard_size)
-    save_reference_tokenizer(folder)
+    config = {
+        "text_config": dict(family.text),
+        "vision_config": dict(family.vision),
+        "image_token_index": IMAGE_TOKEN,
+        **family.more,
+    }
+    save_random_model(family.prefix, config, folder, seed, max_shard_size)
     _image_processor(family).save_pretrained(str(folder))
     return folder
 
@@ -153,50 +133,29 @@ def _image_processor(family: Family) -> Any:
 
 
 @dataclass
-class Reference:
-    """transformers' model of a folder."""
-
+class Reference(VisionReference):
     family: Family
     folder: Path
 
-    @cached_property
-    def model(self) -> Any:
-        import transformers
-
-        loader = getattr(transformers, f"{self.family.prefix}ForConditionalGeneration")
-        return loader.from_pretrained(str(self.folder), dtype=torch.float32, attn_implementation="eager").eval()
-
-    @cached_property
-    def processor(self) -> ImageProcessor:
-        checkpoint = open_checkpoint(str(self.folder))
-        processor = load_processor(checkpoint, checkpoint.tokenizer())
-        assert processor is not None
-        return processor
+    @property
+    def class_prefix(self) -> str:
+        return self.family.prefix
 
     def picture(self, image: torch.Tensor) -> Picture:
-        """uint8 `[height, width, 3]` -> pixels and placeholders."""
         plan = self.processor.plan(image.shape[1], image.shape[0], PixelLimits())
         [patches] = self.processor.process(image, plan)
         return Picture(self.processor.placeholder_ids(plan), (Item(patches, plan.num_tokens),))
 
-    def answer(self, pieces: Sequence[Sequence[int] | Picture], num_tokens: int) -> list[int]:
-        token_ids, vision = reference_arguments(pieces)
-        return reference_greedy(self.model, token_ids, num_tokens, vision)
+    def vision_arguments(self, pieces: Sequence[Sequence[int] | Picture]) -> dict[str, torch.Tensor]:
+        patches = [piece.items[0].patches for piece in pieces if isinstance(piece, Picture)]
+        if not patches:
+            return {}
+        vision = {"pixel_values": torch.cat([image.pixels for image in patches])}
+        if patches[0].layout:
+            vision["image_sizes"] = torch.tensor([image.layout for image in patches])
+        return vision
 
     @torch.inference_mode()
     def features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
         """What the placeholders of each picture are replaced by, `[num_tokens, hidden]`."""
-        _, vision = reference_arguments(pictures)
-        return list(self.model.model.get_image_features(**vision).pooler_output)
-
-
-def reference_arguments(pieces: Sequence[Sequence[int] | Picture]) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Token ids, and what the reference model wants beside them."""
-    token_ids = [token for p in pieces for token in (p.placeholder_ids if isinstance(p, Picture) else p)]
-    patches = [piece.items[0].patches for piece in pieces if isinstance(piece, Picture)]
-    if not patches:
-        return token_ids, {}
-    vision = {"pixel_values": torch.cat([image.pixels for image in patches])}
-    if patches[0].layout:
-        vision["image_sizes"] = torch.tensor([image.layout for image in patches])
-    return token_ids, vision
+        return list(self.model.model.get_image_features(**self.vision_arguments(pictures)).pooler_output)

@@ -1,7 +1,4 @@
-"""Tiny random checkpoints of the Qwen-VL models, their pictures, and transformers' answers.
-
-Drawn wide, so that a swapped image, a lost window or a wrong axis changes the tokens.
-"""
+"""Tiny random checkpoints of the Qwen-VL models, their pictures, and transformers' answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,33 +8,17 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from reference_models import save_reference_tokenizer
-from vision_driver import Item, Picture, reference_greedy
+from vision_driver import Item, Picture
+from vision_reference import TEXT_CONFIG, VisionReference, prompt_ids, save_random_model
 
 from mmserve.vision.patches import PixelPatches
 
 VOCAB_SIZE = 410
 VISION_START, VISION_END, IMAGE_TOKEN, VIDEO_TOKEN = 402, 403, 404, 405
-TEXT_TOKENS = range(3, 400)
-MATRIX_STD = 0.15
-VECTOR_STD = 0.2
 MERGE = 2
 # A page of 1240 x 1754 then takes about 50 tokens.
 MAX_PIXELS = 40_000
-_TEXT: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-)
+_TEXT: Mapping[str, Any] = MappingProxyType({"vocab_size": VOCAB_SIZE, **TEXT_CONFIG})
 _VISION: Mapping[str, Any] = MappingProxyType({"depth": 3, "num_heads": 2, "spatial_merge_size": MERGE})
 
 
@@ -99,23 +80,19 @@ def save_qwen_vl(
 
     `vision` are further fields of the vision configuration.
     """
-    import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     prefix, text, family_vision, patch_size = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(
-        text_config={**text, "tie_word_embeddings": tied},
-        vision_config={**family_vision, **vision},
-        tie_word_embeddings=tied,
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=VIDEO_TOKEN,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-    )
-    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
-    randomize(model, seed)
-    model.save_pretrained(str(folder), max_shard_size=max_shard_size)
-    save_reference_tokenizer(folder)
+    config = {
+        "text_config": {**text, "tie_word_embeddings": tied},
+        "vision_config": {**family_vision, **vision},
+        "tie_word_embeddings": tied,
+        "image_token_id": IMAGE_TOKEN,
+        "video_token_id": VIDEO_TOKEN,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+    }
+    save_random_model(prefix, config, folder, seed, max_shard_size)
     processor = Qwen2VLImageProcessorPil(
         patch_size=patch_size,
         merge_size=MERGE,
@@ -125,31 +102,16 @@ def save_qwen_vl(
     return folder
 
 
-def randomize(model: Any, seed: int) -> None:
-    """Queries and keys are drawn wider still: attention that looks everywhere alike would not notice a moved patch."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            is_norm = parameter.ndim == 1 and name.endswith("weight")
-            std = MATRIX_STD if parameter.ndim > 1 else VECTOR_STD
-            std *= 2 if "q_proj" in name or "k_proj" in name else 1
-            parameter.copy_(float(is_norm) + std * torch.randn(parameter.shape, generator=generator))
-        model.tie_weights()
-
-
 @dataclass
-class Reference:
-    """transformers' model and processor of a folder."""
+class Reference(VisionReference):
+    """The pictures, too, are as transformers' processor makes them."""
 
     family: str
     folder: Path
 
-    @cached_property
-    def model(self) -> Any:
-        import transformers
-
-        loader = getattr(transformers, f"{FAMILIES[self.family][0]}ForConditionalGeneration")
-        return loader.from_pretrained(str(self.folder), dtype=torch.float32, attn_implementation="eager").eval()
+    @property
+    def class_prefix(self) -> str:
+        return FAMILIES[self.family][0]
 
     @cached_property
     def processor(self) -> Any:
@@ -158,7 +120,6 @@ class Reference:
         return Qwen2VLImageProcessorPil.from_pretrained(str(self.folder))
 
     def picture(self, image: torch.Tensor) -> Picture:
-        """uint8 `[height, width, 3]` -> pixels and placeholders as the reference's processors make them."""
         output = self.processor(images=[image.numpy()], input_data_format="channels_last", return_tensors="pt")
         frames, rows, columns = output["image_grid_thw"][0].tolist()
         num_tokens = rows * columns // MERGE**2
@@ -166,19 +127,13 @@ class Reference:
         ids = (VISION_START, *[IMAGE_TOKEN] * num_tokens, VISION_END)
         return Picture(ids, (Item(patches, num_tokens, (rows // MERGE, columns // MERGE)),))
 
-    def answer(self, pieces: Sequence[Sequence[int] | Picture], num_tokens: int) -> list[int]:
-        token_ids, vision = reference_arguments(pieces)
-        return reference_greedy(self.model, token_ids, num_tokens, vision)
-
-
-def reference_arguments(pieces: Sequence[Sequence[int] | Picture]) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """Token ids, and what the reference model wants beside them. Without the token types it forgets the axes."""
-    token_ids = [token for p in pieces for token in (p.placeholder_ids if isinstance(p, Picture) else p)]
-    items = [item for piece in pieces if isinstance(piece, Picture) for item in piece.items]
-    if not items:
-        return token_ids, {}
-    return token_ids, {
-        "pixel_values": torch.cat([item.patches.pixels for item in items]),
-        "image_grid_thw": torch.tensor([item.patches.layout for item in items]),
-        "mm_token_type_ids": torch.tensor([[int(token == IMAGE_TOKEN) for token in token_ids]]),
-    }
+    def vision_arguments(self, pieces: Sequence[Sequence[int] | Picture]) -> dict[str, torch.Tensor]:
+        """Without the token types the model forgets the axes."""
+        items = [item for piece in pieces if isinstance(piece, Picture) for item in piece.items]
+        if not items:
+            return {}
+        return {
+            "pixel_values": torch.cat([item.patches.pixels for item in items]),
+            "image_grid_thw": torch.tensor([item.patches.layout for item in items]),
+            "mm_token_type_ids": torch.tensor([[int(token == IMAGE_TOKEN) for token in prompt_ids(pieces)]]),
+        }

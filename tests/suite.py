@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 ONLY_GPU_SKIPS = "--only-gpu-skips"
+# Tests in a module that is not named as one.
+pytest.register_assert_rewrite("vision_equality")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -58,6 +58,18 @@ def test_text_is_the_sentence_alone() -> None:
     assert error.param is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sentence_says_once_what_it_is_about(kind: type[MMServeError]) -> None:
+    error = kind("timeout", "reading it took too long", param="file").about("page 2 of a.pdf")
+    for named in (error, error.about("a.pdf")):
+        assert type(named) is kind
+        assert (named.code, named.message, named.param) == (
+            "timeout",
+            "page 2 of a.pdf: reading it took too long",
+            "file",
+        )
+
+
 def test_a_document_error_is_a_request_error_and_setup_is_not() -> None:
     assert issubclass(DocumentError, RequestError)
     assert not issubclass(SetupError, RequestError)

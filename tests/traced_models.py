@@ -1,6 +1,6 @@
 """A model of transformers and the engine's over the same weights, and what a prompt becomes in each, layer by layer."""
 
-import json
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from published_shapes import Published
-from random_weights import Gains, randomize
+from random_weights import randomize
 from vision_driver import ImagePrompt, Item, Picture, random_picture, random_text
 
 from mmserve.cache.encoder_cache import EncoderCache
@@ -19,7 +19,7 @@ from mmserve.engine.model_runner import ModelRunner
 from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
 from mmserve.request import SamplingParams
 from mmserve.request import Sequence as Request
-from mmserve.vision.image_plan import PixelLimits
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
 from mmserve.weights.loader import check_shape, missing_weight
 from mmserve.weights.names import to_canonical
@@ -70,12 +70,12 @@ def make_prompt(shape: Published) -> Prompt:
 # transformers
 
 
-def build_reference(shape: Published, dtype: torch.dtype, device: torch.device, gains: Gains) -> Any:
+def build_reference(shape: Published, dtype: torch.dtype, device: torch.device) -> Any:
     config_class = getattr(transformers, shape.config["architectures"][0].replace("ForConditionalGeneration", "Config"))
-    config = config_class.from_dict(json.loads(json.dumps(dict(shape.config))))
+    config = config_class.from_dict(copy.deepcopy(dict(shape.config)))
     with device:
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    randomize(model, gains, seed=0)
+    randomize(model, shape.gains, seed=0)
     return model.eval()
 
 
@@ -86,19 +86,25 @@ def vision_arguments(pages: Sequence[PixelPatches], device: torch.device) -> dic
     return arguments
 
 
-@torch.inference_mode()
-def run_reference(model: Any, prompt: Prompt, pages: Sequence[PixelPatches], **changes: Any) -> Trace:
-    """With `pages` in the places of the prompt's own; `changes` are further arguments of the model."""
-    device, layers = model.device, model.model.language_model.layers
-    token_ids = torch.tensor([prompt.token_ids], device=device)
-    arguments = vision_arguments(pages, device)
+def prompt_arguments(model: Any, prompt: Prompt, pages: Sequence[PixelPatches]) -> dict[str, Any]:
+    """With `pages` in the places of the prompt's own."""
+    token_ids = torch.tensor([prompt.token_ids], device=model.device)
+    arguments: dict[str, Any] = {"input_ids": token_ids, "use_cache": False, "logits_to_keep": 1}
+    arguments.update(vision_arguments(pages, model.device))
     if "image_grid_thw" in arguments:
         arguments["mm_token_type_ids"] = (token_ids == prompt.image_token_id).int()
+    return arguments
+
+
+@torch.inference_mode()
+def run_reference(model: Any, prompt: Prompt, pages: Sequence[PixelPatches], **changes: Any) -> Trace:
+    """`changes` are further arguments of the model."""
+    layers = model.model.language_model.layers
     states: list[torch.Tensor] = []
     hooks = [layers[0].register_forward_pre_hook(_entering(states), with_kwargs=True)]
     hooks += [layer.register_forward_hook(_leaving(states)) for layer in layers]
     try:
-        output = model(input_ids=token_ids, use_cache=False, logits_to_keep=1, **{**arguments, **changes})
+        output = model(**{**prompt_arguments(model, prompt, pages), **changes})
     finally:
         for hook in hooks:
             hook.remove()
@@ -115,7 +121,7 @@ def _leaving(states: list[torch.Tensor]) -> Callable[[Any, Any, Any], None]:
 
 def controls(model: Any, shape: Published, prompt: Prompt, right: Trace) -> Iterator[tuple[str, float]]:
     """The cosine of the last logits with the right ones, for faults made in transformers' model."""
-    pages, vision = prompt.pages, getattr(model.model, "visual", None)
+    pages = prompt.pages
 
     def fault(pages: Sequence[PixelPatches], **changes: Any) -> float:
         return cosine(run_reference(model, prompt, pages, **changes).logits, right.logits)
@@ -124,6 +130,7 @@ def controls(model: Any, shape: Published, prompt: Prompt, right: Trace) -> Iter
     yield "one image zeroed", fault([pages[0], PixelPatches(torch.zeros_like(pages[1].pixels), pages[1].layout)])
     if shape.family == "llava":
         return
+    vision = model.model.visual
     positions = torch.arange(len(prompt.token_ids), device=model.device).expand(3, 1, -1)
     yield "one-dimensional positions", fault(pages, position_ids=positions)
     if shape.family == "qwen3_vl":
@@ -209,16 +216,16 @@ class Ours:
     def run(self, prompt: ImagePrompt, chunk: int) -> Trace:
         """`chunk` tokens a step, whatever they cut through."""
         logits, decode = [], self._model.logits
-        layers = self._model._decoder._layers
+        layers = self._model._layers
         recorded = [RecordedLayer(layer) for layer in layers]
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:
             logits.append(decode(hidden))
             return logits[-1]  # type: ignore[no-any-return]
 
-        self._model._decoder._layers, self._model.logits = recorded, keep
+        self._model._layers, self._model.logits = recorded, keep
         self.prefill(prompt, chunk)
-        self._model._decoder._layers, self._model.logits = layers, decode
+        self._model._layers, self._model.logits = layers, decode
         return Trace([torch.cat(recorded[0].entered), *(torch.cat(layer.left) for layer in recorded)], logits[-1][-1])
 
     def prefill(self, prompt: ImagePrompt, chunk: int) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from mmserve.errors import RequestError
-from mmserve.vision.image_source import PixelLimits as PixelLimits
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
 
 MAX_ASPECT_RATIO = 200
@@ -45,15 +45,11 @@ class ImagePlan:
 
 
 class ImageProcessor(Protocol):
-    """A family's way from a picture to the encoder's input. Immutable, and cheap to send to another process."""
+    """A family's way from a picture to the encoder's input: a frozen dataclass, cheap to send to another process."""
 
     @property
     def image_token_id(self) -> int:
         """The token that the chat template writes once for a picture."""
-
-    @property
-    def settings_digest(self) -> bytes:
-        """Of everything that decides pixels, save the plan."""
 
     def plan(self, width: int, height: int, limits: PixelLimits) -> ImagePlan:
         """Raises `RequestError` for a picture over 200 times as long as wide."""
@@ -87,6 +83,6 @@ def check_shape(width: int, height: int) -> None:
         )
 
 
-def settings_digest(processor: object) -> bytes:
-    """Of a processor that is a dataclass: its class and all of its fields."""
+def settings_digest(processor: ImageProcessor) -> bytes:
+    """Of everything that decides pixels, save the plan: the processor's class and all of its fields."""
     return hashlib.blake2b(f"{PIXELS_VERSION} {processor!r}".encode(), digest_size=16).digest()

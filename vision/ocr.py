@@ -15,10 +15,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmserve.errors import SetupError
+from mmserve.vision.image import RGB
 from mmserve.vision.page_types import OcrName
 from mmserve.vision.reading_order import Line, are_mostly_upright_strips
 
-RGB = npt.NDArray[np.uint8]
 # the detector's input; finds 5 pt print on A4. Peak of a process on one A4 page at 200 dpi: 340 MB, at 1280 380 MB
 _DETECTOR_SIDE = 1120
 _MAX_SIDE = 2600

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmserve.vision import ink
-from mmserve.vision.image import ImageFile
-from mmserve.vision.ocr import RGB, OcrEngine, OcrText
+from mmserve.vision.image import RGB, ImageFile
+from mmserve.vision.ocr import OcrEngine, OcrText
 from mmserve.vision.page_types import Page, PageLimits
 from mmserve.vision.pdf import PdfPage
 from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share

@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from mmserve.errors import MMServeError, RequestError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 OcrName = Literal["auto", "rapidocr", "tesseract", "off"]
 RendererName = Literal["auto", "pdfium", "poppler"]
@@ -89,11 +85,3 @@ class RenderSettings:
     dpi: int = 150
     max_pixels: int = 4_000_000
     renderer: Literal["pdfium", "poppler"] = "pdfium"
-
-
-@dataclass(frozen=True)
-class PageImage:
-    """`pixels` is RGB, uint8, [height, width, 3]; `digest` is the identity of these pixels, from their source."""
-
-    pixels: "npt.NDArray[np.uint8]"
-    digest: bytes

@@ -8,16 +8,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 from pypdfium2 import PdfiumError
 
 from mmserve.errors import DocumentError, MMServeError
-from mmserve.vision.image import ImageFile
-from mmserve.vision.ocr import RGB, OcrEngine, choose_engine, load_engine
+from mmserve.vision.image import RGB, ImageFile
+from mmserve.vision.ocr import OcrEngine, choose_engine, load_engine
 from mmserve.vision.page_reading import OCR_PIXELS, OcrAccess, OcrNeeded, read_image_page, read_pdf_page
-from mmserve.vision.page_types import Document, Page, PageImage, PageLimits, PageOptions, RenderSettings
+from mmserve.vision.page_types import Document, Page, PageLimits, PageOptions, RenderSettings
 from mmserve.vision.pdf import PdfFile
 from mmserve.vision.poppler import render_with_poppler
 from mmserve.vision.process_memory import give_back_memory, heap_bytes, keep_heap_small
@@ -69,14 +68,12 @@ class PageWorker:
         assert page is not None
         return page
 
-    def render_page(self, document: Document, number: int, settings: RenderSettings) -> PageImage:
-        """Raises `DocumentError` for a page that cannot be rendered."""
+    def render_page(self, document: Document, number: int, settings: RenderSettings) -> RGB:
+        """Pixels `[height, width, 3]`. Raises `DocumentError` for a page that cannot be rendered."""
         file = self._file(document.path, document.name, document.media_type)
         if isinstance(file, ImageFile):
-            pixels = file.pixels(number, settings.max_pixels)
-        else:
-            pixels = _render(file, document.path, number, settings)
-        return PageImage(pixels, image_digest(document, number, settings))
+            return file.pixels(number, settings.max_pixels)
+        return _render(file, document.path, number, settings)
 
     def image_size(self, document: Document, number: int, settings: RenderSettings) -> tuple[int, int]:
         """Width and height of what `render_page` gives, without drawing it. Raises `DocumentError`."""
@@ -154,11 +151,6 @@ class PageWorker:
         return self._engine
 
 
-def image_digest(document: Document, number: int, settings: RenderSettings) -> bytes:
-    """Identity of a page's pixels: of the source's bytes, the page, and all that decides how it is drawn."""
-    return sha256(f"{document.sha256}:{number}:{settings!r}".encode()).digest()
-
-
 def _render(file: PdfFile, path: Path, number: int, settings: RenderSettings) -> RGB:
     with file.page(number) as page:
         scale = page.scale_for(settings.dpi, settings.max_pixels)
@@ -167,14 +159,10 @@ def _render(file: PdfFile, path: Path, number: int, settings: RenderSettings) ->
     return render_with_poppler(path, number, 72 * scale)
 
 
-_worker: PageWorker | None = None
-
-
-def start_worker(limits: PageLimits, options: PageOptions, num_ocr_threads: int) -> None:
+def start_page_worker(limits: PageLimits, options: PageOptions, num_ocr_threads: int) -> PageWorker:
     """Set this process up as a page worker."""
-    global _worker
     take_place(limits)
-    _worker = PageWorker(limits, options, num_ocr_threads)
+    return PageWorker(limits, options, num_ocr_threads)
 
 
 def take_place(limits: PageLimits) -> None:
@@ -187,12 +175,6 @@ def take_place(limits: PageLimits) -> None:
         bound = own + limits.worker_memory_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (bound, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-
-
-def call_worker(method: str, *args: object) -> object:
-    """One call of this process' `PageWorker`."""
-    assert _worker is not None
-    return getattr(_worker, method)(*args)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 from mmserve.errors import DocumentError, RequestError
 from mmserve.vision.ocr import choose_engine
-from mmserve.vision.page_types import Document, Page, PageImage, PageLimits, PageOptions, RenderSettings
+from mmserve.vision.page_types import Document, Page, PageLimits, PageOptions
 from mmserve.vision.poppler import check_poppler
 from mmserve.vision.sniff import TEXT_TYPE, media_type_of
 from mmserve.vision.text_file import read_text_pages, text_page
@@ -22,11 +22,9 @@ from mmserve.vision.worker_pool import WorkerPool
 __all__ = [
     "Document",
     "Page",
-    "PageImage",
     "PageLimits",
     "PageOptions",
     "PageReader",
-    "RenderSettings",
     "parse_page_selection",
 ]
 
@@ -68,7 +66,7 @@ class PageReader:
                 "open", document.path, name, document.media_type, timeout=self.limits.page_timeout
             )
         except DocumentError as error:
-            raise _naming(error, name) from None
+            raise error.about(name) from None
         return replace(document, num_pages=opened.num_pages, attachments=opened.attachments, notes=opened.notes)
 
     async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncGenerator[Page]:
@@ -99,19 +97,6 @@ class PageReader:
             for task in ahead:
                 task.cancel()
             reading.cancel()
-
-    async def page_image(self, document: Document, number: int, settings: RenderSettings | None = None) -> PageImage:
-        """A page's pixels within a budget, and their digest. Raises `DocumentError`."""
-        settings = settings or RenderSettings()
-        if not 1 <= number <= document.num_pages or document.media_type == TEXT_TYPE:
-            raise _no_such_page(number, document.num_pages)
-        try:
-            image: PageImage = await self._pool.call(
-                "render_page", document, number, settings, timeout=self.limits.page_timeout
-            )
-        except DocumentError as error:
-            raise _naming(error, f"page {number} of {document.name}") from None
-        return image
 
     def close(self) -> None:
         self._pool.close()
@@ -185,7 +170,7 @@ class _Reading:
         try:
             page: Page = await self._pool.call("read_page", self._document, number, timeout=self._timeout)
         except DocumentError as error:
-            return Page(number, problem=_naming(error, f"page {number} of {self._document.name}"))
+            return Page(number, problem=error.about(f"page {number} of {self._document.name}"))
         return page
 
 
@@ -213,9 +198,3 @@ def parse_page_selection(text: str, num_pages: int) -> list[int]:
 def _no_such_page(number: int, num_pages: int) -> RequestError:
     pages = "1 page" if num_pages == 1 else f"{num_pages} pages"
     return RequestError("invalid_request", f"there is no page {number}: the document has {pages}", param="pages")
-
-
-def _naming(error: DocumentError, what: str) -> DocumentError:
-    """The same error, in a sentence that says of what."""
-    message = error.message if what in error.message else f"{what}: {error.message}"
-    return DocumentError(error.code, message, param=error.param)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pypdfium2
 import pypdfium2.raw as pdfium
 
 from mmserve.errors import DocumentError
+from mmserve.vision.image import RGB
 from mmserve.vision.page_types import PageLimits
 from mmserve.vision.pdf_lines import GENERATED, PlacedCharacter
 from mmserve.vision.reading_order import Line
@@ -24,7 +24,6 @@ _MAX_ANNOTATIONS = 2000
 # pdfium maps to whole device pixels: a hundred to the point, measured over 100 points
 _UNITS, _SPAN = 100, 100.0
 _UNICODE_SAMPLES = 100
-RGB = npt.NDArray[np.uint8]
 
 
 class PdfFile:

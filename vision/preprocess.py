@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmserve.errors import SetupError
-from mmserve.vision.image_plan import ImagePlan, ImageProcessor, ItemPlan, PixelLimits
+from mmserve.vision.image_plan import ImageProcessor
 from mmserve.vision.processors.idefics3 import Idefics3Processor
 from mmserve.vision.processors.llava import LlavaProcessor
 from mmserve.vision.processors.llava_next import LlavaNextProcessor
@@ -12,8 +12,6 @@ from mmserve.vision.processors.llava_onevision import LlavaOnevisionProcessor
 from mmserve.vision.processors.qwen import QwenProcessor
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.tokenizer import Tokenizer
-
-__all__ = ["ImagePlan", "ImageProcessor", "ItemPlan", "PixelLimits", "load_processor"]
 
 _Settings = Mapping[str, Any]
 _QWEN = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")

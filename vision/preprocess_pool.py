@@ -17,7 +17,7 @@ from typing import Any
 
 from mmserve.config import GIB
 from mmserve.errors import DocumentError, RequestError
-from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image
+from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image, settings_digest
 from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import PageLimits, PageOptions
 from mmserve.vision.patches import num_bytes, unlink
@@ -78,6 +78,7 @@ class PreprocessPool:
         self.capacity_bytes = self.capacity_bytes or _default_capacity()
         self.stats = PreprocessStats()
         self._workers = WorkerPool(self.num_workers, self.limits, PageOptions(ocr="off"), self._entry_point)
+        self._settings_digest = settings_digest(self.processor)
         self._room = Room(self.capacity_bytes)
         self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -130,7 +131,7 @@ class PreprocessPool:
 
     def digest(self, image: PlannedImage) -> bytes:
         """Identity of a picture's patches: of its source, and of all that decides its pixels."""
-        parts = (image.source.digest, self.processor.settings_digest, image.plan.digest)
+        parts = (image.source.digest, self._settings_digest, image.plan.digest)
         return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
     def close(self) -> None:
@@ -143,9 +144,9 @@ class PreprocessPool:
             _unlink_all(self._entries.popitem()[1])
 
     def _entry_point(self) -> WorkerEntry:
-        from mmserve.vision.preprocess_worker import call_preprocess_worker, start_preprocess_worker
+        from mmserve.vision.preprocess_worker import start_preprocess_worker
 
-        return WorkerEntry(start_preprocess_worker, (self.processor, self.limits), call_preprocess_worker)
+        return WorkerEntry(start_preprocess_worker, (self.processor, self.limits))
 
     def _most_bytes(self, images: Sequence[PlannedImage]) -> int:
         """An upper bound, from what this model's pictures were found to take."""
@@ -184,8 +185,8 @@ class PreprocessPool:
         try:
             return await self._workers.call(method, source, *args, timeout=self.limits.page_timeout)
         except DocumentError as error:
-            named = error.message if source.document.name in error.message else f"{source.name}: {error.message}"
-            raise DocumentError(error.code, named, param=error.param) from None
+            is_named = source.document.name in error.message
+            raise (error if is_named else error.about(source.name)) from None
 
     def _make_room(self) -> None:
         """Forget what no request needs, what was used longest ago first, as far as room is short."""

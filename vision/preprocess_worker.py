@@ -43,7 +43,7 @@ class PreprocessWorker:
         """Pixels as `plan` says; where a header has lied about the size, by a plan for the true one."""
         started = time.perf_counter()
         try:
-            drawn = self._pages.render_page(source.document, source.page, PICTURE_SETTINGS).pixels
+            drawn = self._pages.render_page(source.document, source.page, PICTURE_SETTINGS)
             # What Pillow decoded cannot be written, and torch warns of that.
             pixels = torch.from_numpy(drawn if drawn.flags.writeable else drawn.copy())
             height, width = pixels.shape[:2]
@@ -58,6 +58,9 @@ class PreprocessWorker:
         finally:
             give_back_memory()
         return Processed(plan, refs, time.perf_counter() - started)
+
+    def close(self) -> None:
+        self._pages.close()
 
 
 def _share_all(items: list[PixelPatches]) -> tuple[PatchesRef, ...]:
@@ -86,18 +89,8 @@ def _require_room(num_bytes: int) -> None:
             )
 
 
-_worker: PreprocessWorker | None = None
-
-
-def start_preprocess_worker(processor: ImageProcessor, limits: PageLimits) -> None:
+def start_preprocess_worker(processor: ImageProcessor, limits: PageLimits) -> PreprocessWorker:
     """Set this process up as a preprocessing worker."""
-    global _worker
     torch.set_num_threads(1)
     take_place(limits)
-    _worker = PreprocessWorker(processor, limits)
-
-
-def call_preprocess_worker(method: str, *args: object) -> object:
-    """One call of this process' `PreprocessWorker`."""
-    assert _worker is not None
-    return getattr(_worker, method)(*args)
+    return PreprocessWorker(processor, limits)

@@ -7,8 +7,8 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from multiprocessing.util import Finalize
+from typing import Any, Protocol
 
 from mmserve.errors import DocumentError, MMServeError
 from mmserve.vision.page_types import PageLimits, PageOptions
@@ -18,13 +18,18 @@ _CRASH = "reading it made the reader crash or run out of memory"
 logger = logging.getLogger(__name__)
 
 
+class Worker(Protocol):
+    """What a process holds; its other methods are called by name."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class WorkerEntry:
-    """How a process becomes a worker, and the function through which one of the worker's methods is called."""
+    """What a process is set up with: `start` gives the worker whose methods are called from then on."""
 
-    start: Callable[..., None]
+    start: Callable[..., Worker]
     arguments: tuple[Any, ...]
-    call: Callable[..., Any]
 
 
 class WorkerPool:
@@ -98,30 +103,43 @@ class WorkerPool:
                 raise _closed()
             if self._pool is None or not self._pool.active:
                 self._pool = self._start()
-            future: Any = self._pool.schedule(self._entry.call, args=(method, *args), timeout=timeout)
+            future: Any = self._pool.schedule(_call_worker, args=(method, *args), timeout=timeout)
             self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future
 
-    @cached_property
-    def _entry(self) -> WorkerEntry:
-        return self._load_entry()
-
     def _page_worker(self) -> WorkerEntry:
-        from mmserve.vision.page_workers import call_worker, start_worker
+        from mmserve.vision.page_workers import start_page_worker
 
         num_threads = min(_MAX_OCR_THREADS, max(1, (os.cpu_count() or 1) // self._num_workers))
-        return WorkerEntry(start_worker, (self._limits, self._options, num_threads), call_worker)
+        return WorkerEntry(start_page_worker, (self._limits, self._options, num_threads))
 
     def _start(self) -> Any:
         from pebble import ProcessPool
 
+        entry = self._load_entry()
         return ProcessPool(
             max_workers=self._num_workers,
-            initializer=self._entry.start,
-            initargs=self._entry.arguments,
+            initializer=_start_worker,
+            initargs=(entry.start, entry.arguments),
             context=multiprocessing.get_context("spawn"),
         )
+
+
+_worker: Worker | None = None
+
+
+def _start_worker(start: Callable[..., Worker], arguments: tuple[Any, ...]) -> None:
+    """Runs in a new process of the pool."""
+    global _worker
+    _worker = start(*arguments)
+    # pypdfium2 complains on the terminal of a document that is open when its process ends.
+    Finalize(None, _worker.close, exitpriority=0)
+
+
+def _call_worker(method: str, *args: object) -> Any:
+    """One call of a method of this process' worker."""
+    return getattr(_worker, method)(*args)
 
 
 def _closed() -> MMServeError:

@@ -23,7 +23,7 @@ def block_hash(parent_hash: bytes, token_ids: Sequence[int], start: int, images:
     digest.update(array("q", token_ids).tobytes())
     stop = start + len(token_ids)
     for image in images:
-        if image.offset < stop and start < image.offset + image.length:
+        if image.offset < stop and start < image.end:
             digest.update(image.content_hash + (start - image.offset).to_bytes(8, "little", signed=True))
     return digest.digest()
 

@@ -1,16 +1,21 @@
 """`mmserve bench`: how fast the engine is on this machine, as one JSON object."""
 
+import contextlib
+import functools
 import json
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from mmserve.bench.workloads import WORKLOADS, build_workload
-from mmserve.commands.options import EngineOptions, with_option_groups
+from mmserve.commands.options import EngineOptions, VisionOptions, with_option_groups
+from mmserve.config import EngineConfig
 from mmserve.errors import RequestError
+from mmserve.vision.page_types import PageLimits
 
 app = typer.Typer(no_args_is_help=True)
 WORKLOAD_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in WORKLOADS.items())
@@ -50,14 +55,108 @@ def throughput(
       mmserve bench throughput --workload C1 --num-threads 2
       mmserve bench throughput --workload C1 --num-threads 2 --baseline transformers --rounds 3
     """
-    if output is not None and not output.parent.is_dir():
-        raise RequestError("invalid_request", f"the folder of {output} does not exist", param="output")
+    _check_output(output)
     config, work = engine.to_config(), build_workload(workload, num_prompts)
     from mmserve.bench.throughput import run_throughput
 
+    with _progress(quiet) as on_progress:
+        report = run_throughput(config, work, rounds=rounds, baseline=baseline, on_progress=on_progress)
+    _write(report, output)
+
+
+@app.command()
+@with_option_groups
+def vision(
+    workload: Annotated[
+        Literal["D1", "D2", "encoder", "memory"],
+        typer.Option(
+            "--workload",
+            "-w",
+            help="What is run. D1: 96 pages, a question each, 128 tokens out; D2: 16 pages, four questions each, 64"
+            " tokens out; encoder: ours against transformers' on 4 pages (Qwen-VL models);"
+            " memory: 2000 small pictures, a quarter of them twice.",
+        ),
+    ] = "D1",
+    num_pages: Annotated[
+        int | None, typer.Option(min=1, help="Number of pages, if not the workload's own.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Length of answers in D1 and D2, if not theirs.", show_default=False)
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Pages that are asked about twice in D1 and D2; rounds of encoder.")
+    ] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON to this file as well.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on the terminal.")] = False,
+    pictures: VisionOptions = VisionOptions(),  # noqa: B008
+    engine: EngineOptions = EngineOptions(),  # noqa: B008
+) -> None:
+    """Offer pages to a vision-language model; print speed, latencies and memory.
+
+    Pages of A4 at 150 dpi with random words, from fixed seeds; answers are greedy and of a fixed length. The clock
+    starts before a page is read from its file. Before D1 and D2, two questions about each of --rounds further pages
+    are asked, one after the other: same_page says how soon each is answered. Seconds of preprocessing and encoder are
+    sums over pages.
+
+    \b
+    Examples:
+      mmserve bench vision --model ORG/NAME --load-format dummy --workload D1 --num-pages 2 --max-tokens 8
+      mmserve bench vision --model FOLDER --workload encoder --rounds 3 --num-threads 2
+      mmserve bench vision --model FOLDER --workload memory --kv-cache-memory-bytes 4MiB
+    """
+    _check_output(output)
+    config = engine.to_config()
+    with _progress(quiet) as on_progress:
+        report = _run_vision(config, pictures, workload, num_pages, max_tokens, rounds, on_progress)
+    _write(report, output)
+
+
+def _run_vision(
+    config: EngineConfig,
+    pictures: VisionOptions,
+    workload: str,
+    num_pages: int | None,
+    max_tokens: int | None,
+    rounds: int,
+    on_progress: Callable[[str], None],
+) -> dict[str, Any]:
+    limits = pictures.to_limits()
+    if workload == "encoder":
+        from mmserve.bench.encoder import run_encoder
+
+        return run_encoder(config, num_pages=num_pages or 4, rounds=rounds, limits=limits, on_progress=on_progress)
+    if workload == "memory":
+        from mmserve.bench.image_memory import run_image_memory
+
+        return run_image_memory(
+            config,
+            num_pictures=num_pages or 2000,
+            num_workers=pictures.num_preprocess_workers,
+            limits=limits,
+            on_progress=on_progress,
+        )
+    from mmserve.bench.vision import build_page_workload, run_vision
+
+    pages = build_page_workload(workload, num_pages, max_tokens)
+    open_prompts = functools.partial(pictures.open_prompts, pages=PageLimits())
+    return run_vision(config, pages, open_prompts, rounds=rounds, on_progress=on_progress)
+
+
+def _check_output(output: Path | None) -> None:
+    if output is not None and not output.parent.is_dir():
+        raise RequestError("invalid_request", f"the folder of {output} does not exist", param="output")
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
     with console.status("Starting") as status:
-        report = run_throughput(config, work, rounds=rounds, baseline=baseline, on_progress=status.update)
+        yield status.update
+
+
+def _write(report: Mapping[str, Any], output: Path | None) -> None:
     text = json.dumps(report)
     typer.echo(text)
     if output is not None:

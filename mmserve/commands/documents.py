@@ -191,6 +191,9 @@ def _print_plan(finder: DocumentFinder, folder: OutputFolder | None) -> None:
 
 
 def _is_done(folder: OutputFolder, source: Source) -> bool:
+    if source.problem is not None:
+        # It may be a pipe, which would be waited for.
+        return False
     with contextlib.suppress(OSError):
         return folder.is_done(source, file_digest(source.path))
     return False

@@ -113,7 +113,7 @@ class DocumentFinder:
         visited.add(real)
         try:
             with os.scandir(folder) as entries:
-                found = sorted((entry.name, entry.is_dir()) for entry in entries)
+                found = sorted((entry.name, _is_folder(entry)) for entry in entries)
         except OSError as error:
             yield Source(folder, self._name(folder), problem=f"the folder cannot be read: {error.strerror}")
             return
@@ -134,6 +134,14 @@ class DocumentFinder:
 
     def _name(self, path: Path) -> str:
         return Path(os.path.relpath(path, self._base)).as_posix()
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """A link that leads back to itself is none; asking where it leads is an error."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _check_argument(argument: Path) -> None:

@@ -117,10 +117,10 @@ def _starter(
                 source.path,
                 name=source.label,
                 engine=engine,
+                prompts=prompts,
                 reader=reader,
                 options=options,
                 on_event=on_event,
-                prompts=prompts,
             )
 
         return work

@@ -33,7 +33,7 @@ from mmserve.engine.messages import (
     StepOutput,
     TokenOutput,
 )
-from mmserve.engine.transport import ProcessTransport, ThreadTransport
+from mmserve.engine.transport import ProcessTransport, ThreadTransport, Transport
 from mmserve.errors import MMServeError, RequestError
 from mmserve.request import ImageSpan, SamplingParams
 from mmserve.vision.image_plan import ImageProcessor
@@ -73,7 +73,7 @@ class EngineClient:
         self._settling: dict[int, Future[None]] = {}
         self._serial_numbers = itertools.count()
         kind = ProcessTransport if config.use_process else ThreadTransport
-        self.transport = kind(config, self._on_message)
+        self.transport: Transport = kind(config, self._on_message)
 
     @classmethod
     def start(cls, config: EngineConfig) -> "EngineClient":

@@ -32,11 +32,11 @@ _CPU_DEFAULT_BYTES = 2 * GIB
 class ModelRunner:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, encoder_cache: EncoderCache) -> None:
         """Load the model, size and allocate the KV cache. Raises `SetupError` if a weight or memory is missing."""
-        self.device = _device(config.device)
+        self.device = choose_device(config.device)
         if self.device.type == "cpu" and config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        self.dtype = _dtype(config.dtype, self.model_config, self.device)
+        self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         self.block_size = config.cache.block_size
         self.encoder_cache = encoder_cache
         backend = TorchAttention(
@@ -204,7 +204,8 @@ def _last_rows(rows: Rows[ScheduledSequence]) -> list[int]:
     return last_rows
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """`auto` is a GPU if there is one. `SetupError` for a device that cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -215,7 +216,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: DTypeName, model: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: DTypeName, model: ModelConfig, device: torch.device) -> torch.dtype:
     """`auto` is the checkpoint's precision on a GPU; on a CPU bfloat16 where it computes in it, else float32."""
     if name == "auto" and device.type == "cpu":
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
@@ -226,6 +227,8 @@ def _dtype(name: DTypeName, model: ModelConfig, device: torch.device) -> torch.d
 def _cache_bytes(config: CacheConfig, device: torch.device) -> int:
     """Bytes for the KV cache: as asked (`SetupError` if not free), else a share of the total, at most what is free."""
     if device.type == "cuda":
+        # What an earlier engine of this process left with the allocator is free too.
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         default = int(total * 0.9) - (total - free)
     else:

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mmserve.errors import RequestError
@@ -59,7 +60,11 @@ class PromptBuilder:
 
     @asynccontextmanager
     async def build(
-        self, messages: Sequence[Message], *, max_tokens: int | None = None, **template_arguments: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int | None = None,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> AsyncIterator[BuiltPrompt]:
         """The prompt, for as long as the block lasts: leave it when the answer is complete.
 

@@ -1,6 +1,5 @@
 """The engine's own thread of control: take messages, step while there is work, send what came out."""
 
-import gc
 import logging
 import queue
 from collections.abc import Callable
@@ -31,9 +30,6 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
     """Load the engine, say that it is ready, and work until `Shutdown`. Whatever ends it early is sent as a failure."""
     try:
         engine = Engine(config)
-        # What is loaded stays: the collector need not walk through it again and again while tokens wait.
-        gc.collect()
-        gc.freeze()
         send(engine.ready_message)
         while _take_messages(engine, inbox, send):
             if engine.has_work:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from mmserve.attention.base import AttentionBackend
-from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
 from mmserve.models.decoder import Decoder
 from mmserve.vision.idefics3 import Idefics3Encoder
@@ -13,22 +12,11 @@ from mmserve.vision.patches import PixelPatches
 from mmserve.weights.layer_loader import LayerLoader
 
 
-class Idefics3:
-    """See `Decoder` for embed, forward and logits."""
-
+class Idefics3(Decoder):
     def __init__(self, loader: LayerLoader, config: ModelConfig, backend: AttentionBackend) -> None:
-        self._decoder = Decoder(loader, config, backend)
+        super().__init__(loader, config, backend)
         self._encoder = Idefics3Encoder(loader, config.multimodal, config.hidden_size)
 
     def encode_images(self, patches: Sequence[PixelPatches]) -> list[torch.Tensor]:
         """Per tile `[num_tokens, hidden]`."""
         return self._encoder(patches)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed(token_ids)
-
-    def forward(self, x: torch.Tensor, context: ForwardContext, deepstack: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        return self._decoder.forward(x, context, deepstack)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.logits(hidden)

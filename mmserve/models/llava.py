@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from mmserve.attention.base import AttentionBackend
-from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
 from mmserve.models.decoder import Decoder
 from mmserve.vision.patches import PixelPatches
@@ -13,12 +12,10 @@ from mmserve.vision.square_features import SquareFeatures, SquareFeaturesConfig
 from mmserve.weights.layer_loader import LayerLoader
 
 
-class Llava:
-    """See `Decoder` for embed, forward and logits."""
-
+class Llava(Decoder):
     def __init__(self, loader: LayerLoader, config: ModelConfig, backend: AttentionBackend) -> None:
         features = self._features_config(config)
-        self._decoder = Decoder(loader, config, backend)
+        super().__init__(loader, config, backend)
         self._features = SquareFeatures(loader, features, config.hidden_size)
 
     def _features_config(self, config: ModelConfig) -> SquareFeaturesConfig:
@@ -27,12 +24,3 @@ class Llava:
     def encode_images(self, patches: Sequence[PixelPatches]) -> list[torch.Tensor]:
         """Per image `[num_tokens, hidden]`."""
         return list(self._features(torch.cat([image.pixels for image in patches])))
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed(token_ids)
-
-    def forward(self, x: torch.Tensor, context: ForwardContext, deepstack: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        return self._decoder.forward(x, context, deepstack)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.logits(hidden)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from mmserve.attention.base import AttentionBackend
-from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
 from mmserve.models.decoder import Decoder
 from mmserve.vision.patches import PixelPatches
@@ -13,23 +12,12 @@ from mmserve.vision.qwen_vit import QwenVit, QwenVitConfig
 from mmserve.weights.layer_loader import LayerLoader
 
 
-class QwenVL:
-    """See `Decoder` for embed, forward and logits."""
-
+class QwenVL(Decoder):
     def __init__(self, loader: LayerLoader, config: ModelConfig, backend: AttentionBackend) -> None:
         assert config.vision is not None
-        self._decoder = Decoder(loader, config, backend)
+        super().__init__(loader, config, backend)
         self._encoder = QwenVit(loader, QwenVitConfig.from_hf(config.multimodal["model_type"], config.vision))
 
     def encode_images(self, patches: Sequence[PixelPatches]) -> list[torch.Tensor]:
         """Per image `[num_tokens, hidden]`, for Qwen3-VL followed by the deepstack features of each layer."""
         return self._encoder(patches)
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed(token_ids)
-
-    def forward(self, x: torch.Tensor, context: ForwardContext, deepstack: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        return self._decoder.forward(x, context, deepstack)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.logits(hidden)

@@ -48,9 +48,7 @@ class EngineCollector(Collector):
 class ServerMetrics:
     """Histograms and counters over finished sequences; `observe` may be called from any thread."""
 
-    def __init__(
-        self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None] = lambda: None
-    ) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, preprocessing))
         self._prompt_tokens = self._new_counter("prompt_tokens", "Prompt tokens of finished requests.")

@@ -118,8 +118,22 @@ async def require_json(request: Request) -> None:
     if media_type != "application/json" and not media_type.endswith("+json"):
         sent = repr(media_type) if media_type else "no Content-Type"
         raise RequestError("unsupported_type", f"Send the body as application/json; this request has {sent}.")
-    if b"\\ud" in (await request.body()).lower():
+    body = await request.body()
+    _require_utf8(body)
+    if b"\\ud" in body.lower():
         _refuse_half_characters(await request.json())
+
+
+def _require_utf8(body: bytes) -> None:
+    """Python's parser would also take UTF-16 and UTF-32, which have NULs, and halves of surrogate pairs in any."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        is_utf8 = False
+    else:
+        is_utf8 = b"\0" not in body
+    if not is_utf8:
+        raise RequestError("invalid_request", "The body is not JSON in UTF-8: encode it so.")
 
 
 def _refuse_half_characters(body: Any) -> None:

@@ -24,11 +24,6 @@ def is_demo(model: str) -> bool:
     return model == embedded.NAME
 
 
-def needs_download(model: str) -> bool:
-    """Whether `resolve` would first fetch the embedded model, which a front end may want to announce."""
-    return model == embedded.NAME and not Path(model).exists() and embedded.cached_path() is None
-
-
 def resolve(model: str, *, with_weights: bool = True) -> Path:
     """A folder with `config.json` or a `.gguf` file, fetched if need be. `SetupError` (`model_unavailable`) otherwise.
 

@@ -35,10 +35,6 @@ class WeightReader:
         self._taken.add(name)
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
 
-    def take_optional(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The tensor `name`, or None where the checkpoint has none."""
-        return self.take(name, shape) if name in self._names else None
-
     def take_quantized(self, name: str, shape: tuple[int, int]) -> QuantizedTensor | None:
         """The packed blocks of `name`, or None where it is stored unquantised (then use `take`)."""
         packed = self._checkpoint.quantized(name)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import pytest
 
 from mmserve.bench import memory
-from mmserve.bench.memory import MemoryWatcher, process_tree_bytes
+from mmserve.bench.memory import MemoryWatcher, private_tree_bytes, process_tree_bytes
 
 MIB = 2**20
 HOLD_MEMORY = "data = b'x' * (200 << 20); print('held', flush=True); input()"
@@ -29,6 +29,13 @@ def test_descendants_count_unless_they_are_excluded(holder: subprocess.Popen[str
     own = process_tree_bytes([holder.pid])
     assert own > 20 * MIB
     assert 190 * MIB < process_tree_bytes() - own < 300 * MIB
+
+
+def test_private_data_is_that_of_the_tree(holder: subprocess.Popen[str]) -> None:
+    with_child = private_tree_bytes()
+    holder.kill()
+    holder.wait()
+    assert 190 * MIB < with_child - private_tree_bytes() < 300 * MIB
 
 
 def test_a_watcher_keeps_the_peak_between_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:

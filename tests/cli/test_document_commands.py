@@ -216,6 +216,11 @@ def test_dry_run_says_what_would_be_done(invoke: Invoke) -> None:
     assert not Path("out").exists()
 
 
+def test_dry_run_does_not_wait_for_a_pipe(invoke: Invoke) -> None:
+    os.mkfifo("in/c.txt")
+    assert invoke("shout", "in", "-o", "out", "--dry-run").stdout.splitlines()[-1] == "in/c.txt -> out/c.txt.md"
+
+
 def test_dry_run_leaves_out_what_is_done(invoke: Invoke) -> None:
     write({"in/a.txt": "one"})
     invoke("shout", "in", "-o", "out", *QUIET_MODEL)

@@ -74,6 +74,15 @@ def test_a_link_to_a_file_is_a_document_and_a_broken_one_a_problem() -> None:
     assert problems == {"a.pdf": False, "b.pdf": False, "c.pdf": True}
 
 
+@pytest.mark.parametrize("name", ["self", "self.pdf"])
+def test_a_link_to_itself_costs_no_other_file(name: str) -> None:
+    make("d/a.pdf", "d/sub/b.pdf")
+    os.symlink(name, f"d/{name}")
+    problems = {source.name: source.problem is not None for source in DocumentFinder([Path("d")], ALL)}
+    expected = {"a.pdf": False, "sub/b.pdf": False}
+    assert problems == (expected | {name: True} if name.endswith(".pdf") else expected)
+
+
 def test_the_output_folder_is_not_visited_unless_it_is_asked_for() -> None:
     make("in/a.pdf", "in/out/b.pdf")
     assert find("in", skipped="in/out") == ["a.pdf"]

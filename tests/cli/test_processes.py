@@ -72,3 +72,20 @@ def test_a_full_disk_ends_the_run_with_a_sentence() -> None:
         _, stderr = process.communicate(timeout=10)
     assert process.returncode == 1
     assert stderr == "mmserve: No space left on device\n"
+
+
+def test_an_engine_that_still_loads_does_not_spoil_the_end() -> None:
+    """At the interpreter's own end, torch in a thread that goes on would abort the process."""
+    script = (
+        "import atexit, sys, threading, time\n"
+        "from mmserve import cli\n"
+        "threading.Thread(target=time.sleep, args=(60,), name=cli.ENGINE_THREAD, daemon=True).start()\n"
+        "atexit.register(print, 'the interpreter ends')\n"
+        "sys.argv = ['mmserve', *sys.argv[1:]]\n"
+        "cli.main()\n"
+    )
+    for arguments, code in ((["--version"], 0), (["no-such-command"], 2)):
+        ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=30)
+        assert ended.returncode == code
+        assert "the interpreter ends" not in ended.stdout
+        assert (ended.stdout + ended.stderr).strip()

@@ -140,13 +140,13 @@ def test_auto_on_a_cpu_is_what_it_computes_fast(
     computes_bf16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: computes_bf16)
-    assert model_runner._dtype("auto", shape(dtype="float16"), torch.device("cpu")) is dtype
+    assert model_runner.choose_dtype("auto", shape(dtype="float16"), torch.device("cpu")) is dtype
 
 
 def test_auto_on_a_gpu_is_the_checkpoints() -> None:
     cuda = torch.device("cuda")
-    assert model_runner._dtype("auto", shape(dtype="float16"), cuda) is torch.float16
-    assert model_runner._dtype("float32", shape(dtype="float16"), cuda) is torch.float32
+    assert model_runner.choose_dtype("auto", shape(dtype="float16"), cuda) is torch.float16
+    assert model_runner.choose_dtype("float32", shape(dtype="float16"), cuda) is torch.float32
 
 
 def shape(**fields: Any) -> ModelConfig:
@@ -159,7 +159,7 @@ def shape(**fields: Any) -> ModelConfig:
 @pytest.mark.parametrize("device", ["cuda:99", "nonsense", "meta:x"])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
     with pytest.raises(SetupError, match=f"--device {device}"):
-        model_runner._device(device)
+        model_runner.choose_device(device)
 
 
 # One step

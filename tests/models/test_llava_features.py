@@ -15,7 +15,7 @@ from mmserve.models.llava import Llava
 from mmserve.models.llava_next import LlavaNext
 from mmserve.models.llava_onevision import LlavaOnevision
 from mmserve.models.registry import model_class
-from mmserve.vision.image_plan import PixelLimits
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.processors import llava_next, llava_onevision
 from mmserve.weights.checkpoint import open_checkpoint
 from mmserve.weights.dummy import DummyCheckpoint, byte_level_tokenizer

@@ -3,14 +3,17 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mmserve.config import EngineConfig, SchedulerConfig
+from mmserve.pipelines.engine_protocol import TextTokenizer
 from mmserve.pipelines.events import Event
 from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
 from mmserve.request import FinishReason, ImageSpan, SamplingParams
+from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import Document, Page
 
 
@@ -96,6 +99,29 @@ class ScriptedTextEngine:
             await asyncio.Event().wait()
 
 
+@dataclass(frozen=True)
+class BuiltPrompt:
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+
+class TextPrompts:
+    """Prompts of an engine that reads text only."""
+
+    reads_images = False
+    limits = PixelLimits()
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def num_image_tokens(self, source: ImageSource, limits: PixelLimits | None = None) -> int:
+        raise NotImplementedError("a text model takes no pictures")
+
+    @asynccontextmanager
+    async def build(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[BuiltPrompt]:
+        yield BuiltPrompt(self._tokenizer.encode_chat(messages))
+
+
 @dataclass
 class GivenPages:
     """A reader of one document with these pages; a text is a page with a text layer, "" a blank one."""
@@ -135,6 +161,7 @@ def summary_of(
         summarize(
             Path("minutes.pdf"),
             engine=engine,
+            prompts=TextPrompts(engine.tokenizer),
             reader=reader,
             options=SummarizeOptions(**options),
             on_event=on_event,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import GivenPages, ScriptedTextEngine, answering, summary_of
+from pipeline_fakes import GivenPages, ScriptedTextEngine, TextPrompts, answering, summary_of
 
 from mmserve.errors import DocumentError, EngineError, RequestError
 from mmserve.pipelines.events import DocumentOpened, Done, Event, PageRead, RequestSubmitted, TextAdded
@@ -134,7 +134,10 @@ def test_reading_waits_while_the_engine_is_busy() -> None:
 
     async def run() -> None:
         engine = answering("Nothing", max_model_len=700, max_num_seqs=2, hangs=True)
-        task = asyncio.create_task(summarize(Path("a.pdf"), engine=engine, reader=reader, options=SummarizeOptions()))
+        prompts = TextPrompts(engine.tokenizer)
+        options = SummarizeOptions()
+        work = summarize(Path("a.pdf"), engine=engine, prompts=prompts, reader=reader, options=options)
+        task = asyncio.create_task(work)
         for _ in range(2000):
             await asyncio.sleep(0)
         assert reader.num_read < 30

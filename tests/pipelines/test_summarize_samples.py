@@ -9,6 +9,7 @@ import pytest
 
 from mmserve.config import CacheConfig, EngineConfig
 from mmserve.engine.client import EngineClient
+from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
 from mmserve.vision.pages import PageLimits, PageReader
 
@@ -21,9 +22,13 @@ async def _summaries(model: str) -> tuple[dict[str, Summary], dict[str, dict[int
     try:
         await asyncio.to_thread(client.wait_until_ready)
         async with PageReader(limits=PageLimits(page_timeout=240)) as reader:
+            prompts = PromptBuilder(client.tokenizer)
             options = SummarizeOptions(length="short", max_tokens=120)
             results = await asyncio.gather(
-                *(summarize(SAMPLES / name, engine=client, reader=reader, options=options) for name in NAMES)
+                *(
+                    summarize(SAMPLES / name, engine=client, prompts=prompts, reader=reader, options=options)
+                    for name in NAMES
+                )
             )
             texts = {name: await _texts(reader, SAMPLES / name) for name in NAMES}
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import GivenPages, ScriptedTextEngine, answering
+from pipeline_fakes import GivenPages, ScriptedTextEngine, answering, summary_of
 from vision_fakes import SeeingPrompts
 
 from mmserve.errors import RequestError
@@ -88,14 +88,9 @@ def test_a_text_file_has_no_pictures() -> None:
 
 def test_a_text_model_refuses_mode_vision_and_takes_text_in_auto() -> None:
     engine = answering("The rent is £1,875 a month.")
-
-    def run(mode: Any) -> Summary:
-        options = SummarizeOptions(mode=mode)
-        return asyncio.run(summarize(Path("a.pdf"), engine=engine, reader=GivenPages([RENT]), options=options))
-
-    assert "[p. 1]" in run("auto").text
+    assert "[p. 1]" in summary_of([RENT], engine, mode="auto").text
     with pytest.raises(RequestError, match="reads text only") as caught:
-        run("vision")
+        summary_of([RENT], engine, mode="vision")
     assert caught.value.code == "images_not_supported"
     with pytest.raises(RequestError, match="mode"):
         SummarizeOptions(mode="blind")  # type: ignore[arg-type]

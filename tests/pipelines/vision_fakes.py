@@ -5,10 +5,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline_fakes import WordTokenizer
+from pipeline_fakes import BuiltPrompt, WordTokenizer
 
 from mmserve.errors import DocumentError
-from mmserve.pipelines.engine_protocol import TextPrompt
 from mmserve.request import ImageSpan
 from mmserve.vision.image_source import AUTO_PIXELS, ImageSource, PixelLimits
 
@@ -32,7 +31,7 @@ class SeeingPrompts:
         return max(limits.max_pixels // self.pixels_per_token, 1)
 
     @asynccontextmanager
-    async def build(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[TextPrompt]:
+    async def build(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[BuiltPrompt]:
         self.messages.append([dict(message) for message in messages])
         images: list[ImageSpan] = []
         texts = []
@@ -43,7 +42,7 @@ class SeeingPrompts:
                 texts.append(await self._text(part, images) if part["type"] == "image" else part["text"])
         self.num_held += 1
         try:
-            yield TextPrompt(self.tokenizer.encode("".join(texts)), tuple(images))
+            yield BuiltPrompt(self.tokenizer.encode("".join(texts)), tuple(images))
         finally:
             self.num_held -= 1
 

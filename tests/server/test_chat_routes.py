@@ -225,6 +225,7 @@ def test_messages_of_openai_clients_are_understood(client: openai.OpenAI, engine
         ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"refuse": True}}, None),
     ],
 )
@@ -240,6 +241,21 @@ def test_what_is_wrong_is_named(server: LiveServer, extra: dict[str, Any], param
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert error["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("content", ["\ud800", "\\ud800"])
+def test_half_a_character_is_refused_in_every_encoding(server: LiveServer, encoding: str, content: str) -> None:
+    body = f'{{"messages": [{{"role": "user", "content": "{content}"}}]}}'.encode(encoding, "surrogatepass")
+    headers = {"content-type": "application/json"}
+    response = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "template_arguments", "name", "prompt"])
+def test_a_template_argument_may_be_called_like_one_of_ours(server: LiveServer, name: str) -> None:
+    assert post(server, chat_template_kwargs={name: 1}).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_image"])

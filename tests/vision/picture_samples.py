@@ -8,8 +8,10 @@ import torch
 from PIL import Image, ImageDraw
 from tokenizers import AddedToken
 
+from mmserve.vision.image_plan import ImagePlan, ImageProcessor
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
-from mmserve.vision.preprocess import ImagePlan, ImageProcessor, PixelLimits, load_processor
+from mmserve.vision.preprocess import load_processor
 from mmserve.weights.dummy import DummyCheckpoint, byte_level_tokenizer
 from mmserve.weights.tokenizer import Tokenizer
 

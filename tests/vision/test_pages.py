@@ -15,15 +15,9 @@ from document_makers import PROSE, draw_nothing, draw_pdf, edit_pdf, picture_of,
 from PIL import Image
 
 from mmserve.errors import DocumentError, RequestError, SetupError
-from mmserve.vision.pages import (
-    Document,
-    Page,
-    PageLimits,
-    PageOptions,
-    PageReader,
-    RenderSettings,
-    parse_page_selection,
-)
+from mmserve.vision.image import RGB
+from mmserve.vision.page_types import RenderSettings
+from mmserve.vision.pages import Document, Page, PageLimits, PageOptions, PageReader, parse_page_selection
 
 Collect = Callable[[Path], list[Page]]
 
@@ -152,21 +146,19 @@ def test_the_same_bytes_have_the_same_digest(reader: PageReader, tmp_path: Path)
     assert len(first.sha256) == 64
 
 
-def test_page_images_fit_their_budget_and_are_known_by_digest(reader: PageReader, tmp_path: Path) -> None:
+def test_page_images_fit_their_budget(reader: PageReader, tmp_path: Path) -> None:
     document = open_document(reader, write(tmp_path, "a.pdf", draw_pdf(write_lines(PROSE), draw_nothing)))
     small, large = RenderSettings(dpi=72), RenderSettings(dpi=300, max_pixels=1_000_000)
 
-    async def images() -> list[tuple[tuple[int, ...], bytes, int]]:
-        found = [await reader.page_image(document, *one) for one in ((1, small), (1, small), (1, large), (2, small))]
-        return [(image.pixels.shape, image.digest, int(image.pixels.min())) for image in found]
+    async def images() -> list[RGB]:
+        wanted = ((1, small), (1, large), (2, small))
+        return [await reader._pool.call("render_page", document, *one, timeout=30) for one in wanted]
 
-    first, again, finer, other = asyncio.run(images())
-    assert first[0] == (842, 595, 3)
-    assert first == again
-    assert 900_000 < finer[0][0] * finer[0][1] <= 1_002_000
-    assert len({first[1], finer[1], other[1]}) == 3
-    assert first[2] < 100
-    assert other[2] == 255
+    first, finer, other = asyncio.run(images())
+    assert first.shape == (842, 595, 3)
+    assert 900_000 < finer.shape[0] * finer.shape[1] <= 1_002_000
+    assert first.min() < 100
+    assert other.min() == 255
 
 
 def test_many_uploads_at_once_each_get_their_own_text(reader: PageReader, tmp_path: Path) -> None:

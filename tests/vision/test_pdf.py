@@ -51,7 +51,9 @@ def test_a_truncated_update_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tail", [b"", b"\n\n", bytes(3000), b"\r\n<!-- served by x -->"])
 def test_a_whole_file_with_something_behind_it_opens(tmp_path: Path, tail: bytes) -> None:
-    PdfFile(write(tmp_path, "a.pdf", report() + tail), "a.pdf", PageLimits()).close()
+    pdf = PdfFile(write(tmp_path, "a.pdf", report() + tail), "a.pdf", PageLimits())
+    assert pdf.num_pages == 1
+    pdf.close()
 
 
 @pytest.mark.parametrize("length", [21, 1000, 2000, 9000])

@@ -19,12 +19,11 @@ def test_both_renderers_agree(tmp_path: Path) -> None:
     ours = worker.render_page(document, 1, RenderSettings(renderer="pdfium"))
     theirs = worker.render_page(document, 1, RenderSettings(renderer="poppler"))
     worker.close()
-    assert abs(ours.pixels.shape[0] - theirs.pixels.shape[0]) <= 1
-    assert abs(ours.pixels.shape[1] - theirs.pixels.shape[1]) <= 1
-    height, width = np.minimum(ours.pixels.shape, theirs.pixels.shape)[:2]
-    difference = ours.pixels[:height, :width].astype(int) - theirs.pixels[:height, :width]
+    assert abs(ours.shape[0] - theirs.shape[0]) <= 1
+    assert abs(ours.shape[1] - theirs.shape[1]) <= 1
+    height, width = np.minimum(ours.shape, theirs.shape)[:2]
+    difference = ours[:height, :width].astype(int) - theirs[:height, :width]
     assert np.abs(difference).mean() < 3
-    assert ours.digest != theirs.digest
 
 
 def test_a_scan_is_read_through_poppler(tmp_path: Path, ocr_engine: OcrEngine, monkeypatch: pytest.MonkeyPatch) -> None:

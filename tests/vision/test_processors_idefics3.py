@@ -27,7 +27,9 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from mmserve.errors import RequestError
-from mmserve.vision.preprocess import ImagePlan, ImageProcessor, PixelLimits, load_processor
+from mmserve.vision.image_plan import ImagePlan, ImageProcessor, settings_digest
+from mmserve.vision.image_source import PixelLimits
+from mmserve.vision.preprocess import load_processor
 from mmserve.vision.processors.idefics3 import scaled_to_edge
 from mmserve.weights.dummy import DummyCheckpoint
 from mmserve.weights.tokenizer import Tokenizer
@@ -189,4 +191,4 @@ def test_the_digest_covers_the_tile_and_the_longest_edge() -> None:
         make("smolvlm", max_image_size={"longest_edge": 384}),
         make("smolvlm", resample=3),
     ]
-    assert len({processor.settings_digest for processor in processors}) == len(processors)
+    assert len({settings_digest(processor) for processor in processors}) == len(processors)

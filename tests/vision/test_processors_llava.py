@@ -36,7 +36,9 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from mmserve.errors import RequestError, SetupError
 from mmserve.vision.anyres import TileGrid, grid_of_tiles
-from mmserve.vision.preprocess import ImageProcessor, PixelLimits, load_processor
+from mmserve.vision.image_plan import ImageProcessor, settings_digest
+from mmserve.vision.image_source import PixelLimits
+from mmserve.vision.preprocess import load_processor
 from mmserve.weights.dummy import DummyCheckpoint
 from mmserve.weights.model_files import read_processor_config
 
@@ -289,7 +291,7 @@ def test_digests_differ_between_families_and_settings() -> None:
         llava_next(),
         onevision(),
     ]
-    assert len({processor.settings_digest for processor in processors}) == len(processors)
+    assert len({settings_digest(processor) for processor in processors}) == len(processors)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import torch
 from reference_llava import FAMILIES, VARIANTS, Reference, save_llava
-from reference_qwen_vl import randomize
 from safetensors.torch import save_file
 from vision_driver import relative_error
+from vision_reference import randomize
 
 from mmserve.vision.siglip import USUAL_SIGLIP, SiglipVit
 from mmserve.vision.square_features import SquareFeatures, SquareFeaturesConfig

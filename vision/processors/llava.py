@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from mmserve.vision.image_plan import ImagePlan, ItemPlan, PixelLimits, check_shape, settings_digest
+from mmserve.vision.image_plan import ImagePlan, ItemPlan, check_shape
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
 from mmserve.vision.processors.settings import (
     CLIP_336,
@@ -57,10 +57,6 @@ class LlavaProcessor:
             read_filter(settings, "bicubic"),
             normalise,
         )
-
-    @cached_property
-    def settings_digest(self) -> bytes:
-        return settings_digest(self)
 
     def plan(self, width: int, height: int, limits: PixelLimits) -> ImagePlan:  # noqa: ARG002
         check_shape(width, height)

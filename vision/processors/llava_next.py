@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from mmserve.vision.anyres import Resolution, TileGrid, choose_grid, fitted_size, unpadded_size
-from mmserve.vision.image_plan import ImagePlan, ItemPlan, PixelLimits, check_shape, settings_digest
+from mmserve.vision.image_plan import ImagePlan, ItemPlan, check_shape
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
 from mmserve.vision.processors.settings import (
     CLIP_336,
@@ -54,10 +54,6 @@ class LlavaNextProcessor:
             read_filter(settings, "bicubic"),
             read_normalisation(settings, CLIP_MEAN, CLIP_STD),
         )
-
-    @cached_property
-    def settings_digest(self) -> bytes:
-        return settings_digest(self)
 
     def plan(self, width: int, height: int, limits: PixelLimits) -> ImagePlan:
         check_shape(width, height)

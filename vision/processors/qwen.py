@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from mmserve.vision.image_plan import ImagePlan, ItemPlan, PixelLimits, check_shape, settings_digest
+from mmserve.vision.image_plan import ImagePlan, ItemPlan, check_shape
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.patches import PixelPatches
 from mmserve.vision.processors.settings import (
     CLIP_MEAN,
@@ -47,10 +47,6 @@ class QwenProcessor:
             read_filter(settings, "bicubic"),
             read_normalisation(settings, CLIP_MEAN, CLIP_STD),
         )
-
-    @cached_property
-    def settings_digest(self) -> bytes:
-        return settings_digest(self)
 
     def plan(self, width: int, height: int, limits: PixelLimits) -> ImagePlan:
         check_shape(width, height)

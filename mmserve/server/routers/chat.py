@@ -86,7 +86,7 @@ async def _prepared(turn: ChatTurn) -> AsyncIterator[GenerationRequest]:
         with state.gate.admit(turn.params.n):
             async with received(state, turn.messages, limits) as messages:
                 room = state.engine.max_model_len - 1
-                built = state.prompts.build(messages, max_tokens=room, **body.template_arguments())
+                built = state.prompts.build(messages, max_tokens=room, template_arguments=body.template_arguments())
                 prompt = await stack.enter_async_context(built)
         yield GenerationRequest(turn.request_id, [prompt.token_ids], turn.params, prompt.images)
 

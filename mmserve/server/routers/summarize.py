@@ -86,10 +86,10 @@ class SummarizeCall:
                 upload.path,
                 name=upload.name,
                 engine=self.state.engine,
+                prompts=self.state.prompts,
                 reader=self.state.reader,
                 options=self.options,
                 on_event=on_event,
-                prompts=self.state.prompts,
             )
 
 

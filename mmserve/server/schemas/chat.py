@@ -26,7 +26,10 @@ HARMLESS = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-TEMPLATE_ARGUMENTS_OF_OURS = {"messages", "conversation", "add_generation_prompt", "tools", "documents", "tokenize"}
+# "self" is no name that a function could be called with.
+TEMPLATE_ARGUMENTS_OF_OURS = {
+    *("messages", "conversation", "add_generation_prompt", "tools", "documents", "tokenize", "self"),
+}
 
 
 class ChatMessage(BaseModel):

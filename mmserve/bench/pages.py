@@ -1,0 +1,49 @@
+"""Pages that are the same pixels for every engine, drawn from fixed seeds; and small pictures, all different."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+from mmserve.vision.image_source import ImageSource
+from mmserve.vision.page_types import Document
+
+A4_SIZE = (1240, 1754)
+_MARGIN_LEFT, _MARGIN_TOP, _LINE_HEIGHT, _WORDS_PER_LINE = 90, 80, 26, 24
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def page_lines(number: int, height: int = A4_SIZE[1]) -> Iterator[str]:
+    """The text of a page, from the top."""
+    rng = random.Random(1000 + number)
+    for _ in range(_MARGIN_TOP, height - _MARGIN_TOP, _LINE_HEIGHT):
+        yield " ".join(_word(rng) for _ in range(_WORDS_PER_LINE))
+
+
+def _word(rng: random.Random) -> str:
+    return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(2, 9)))
+
+
+def draw_page(number: int, size: tuple[int, int] = A4_SIZE) -> Image.Image:
+    """A white page (width, height) of random words."""
+    image = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(image)
+    for index, line in enumerate(page_lines(number, size[1])):
+        draw.text((_MARGIN_LEFT, _MARGIN_TOP + index * _LINE_HEIGHT), line, fill="black")
+    return image
+
+
+def draw_picture(number: int) -> Image.Image:
+    """Noise, 60 to 123 pixels a side."""
+    rng = random.Random(number)
+    size = rng.randrange(60, 124), rng.randrange(60, 124)
+    return Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
+
+
+def save_page(image: Image.Image, path: Path) -> ImageSource:
+    """As a PNG file, and how a prompt names it."""
+    image.save(path, "PNG", compress_level=1)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return ImageSource(Document(path, path.name, "image/png", digest, num_pages=1))

@@ -1,0 +1,227 @@
+"""Pages through the whole of it: preprocessing, encoder, decoder; many at once, and two questions about one page."""
+
+import asyncio
+import dataclasses
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mmserve.bench.memory import MemoryWatcher
+from mmserve.bench.pages import A4_SIZE, draw_page, draw_picture, save_page
+from mmserve.bench.report import Measurement, Report, RequestRecord, make_report
+from mmserve.config import EngineConfig
+from mmserve.engine.client import EngineClient
+from mmserve.engine.prompt_builder import PromptBuilder
+from mmserve.errors import EngineError, RequestError
+from mmserve.request import SamplingParams
+from mmserve.vision.image_source import ImageSource
+
+OpenPrompts = Callable[[EngineClient], PromptBuilder]
+
+SUMMARY = "Summarise this page in five sentences."
+QUESTIONS = ("What is the total?", "Who signed it?", "List the dates.", "Which language is it?")
+# Pages of no workload: nothing about them is cached when they are asked about first.
+_FIRST_LATENCY_PAGE = 5000
+_NUM_WARM_UP_PICTURES = 4
+
+
+@dataclass(frozen=True)
+class PageWorkload:
+    """Every question about every page, all offered at once; greedy, `max_tokens` each, the end of sequence ignored."""
+
+    name: str
+    first_page: int
+    num_pages: int
+    questions: tuple[str, ...]
+    max_tokens: int
+    page_size: tuple[int, int] = A4_SIZE
+
+    @property
+    def page_numbers(self) -> range:
+        return range(self.first_page, self.first_page + self.num_pages)
+
+
+PAGE_WORKLOADS = {
+    "D1": PageWorkload("D1", 0, 96, (SUMMARY,), 128),
+    "D2": PageWorkload("D2", 700, 16, QUESTIONS, 64),
+}
+
+
+def build_page_workload(name: str, num_pages: int | None = None, max_tokens: int | None = None) -> PageWorkload:
+    """Raises `RequestError` (`invalid_request`) that names the workloads there are."""
+    if name not in PAGE_WORKLOADS:
+        known = ", ".join(PAGE_WORKLOADS)
+        raise RequestError("invalid_request", f"there is no workload {name!r} of pages: take one of {known}")
+    kind = PAGE_WORKLOADS[name]
+    return dataclasses.replace(kind, num_pages=num_pages or kind.num_pages, max_tokens=max_tokens or kind.max_tokens)
+
+
+def run_vision(
+    config: EngineConfig,
+    workload: PageWorkload,
+    open_prompts: OpenPrompts,
+    *,
+    rounds: int = 1,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """The figures of a workload on a fresh engine; before it, two questions about each of `rounds` further pages.
+
+    Raises what `EngineClient` raises, `RequestError` (`images_not_supported`) for a model that reads text only.
+    """
+    on_progress(f"Starting {config.names[0]}")
+    with tempfile.TemporaryDirectory(prefix="mmserve-bench-") as folder, MemoryWatcher() as memory:
+        client = EngineClient.start(config)
+        prompts = open_prompts(client)
+        try:
+            client.wait_until_ready()
+            asker = Asker(client, prompts, Path(folder))
+            report = asyncio.run(_measure(asker, workload, rounds, on_progress))
+        finally:
+            prompts.close()
+            client.close()
+    return {**report, "peak_memory_bytes": memory.peak_bytes}
+
+
+class Asker:
+    """Asks one engine about pages, which it writes to `folder`. `segments` are those of the patches that it had."""
+
+    def __init__(self, client: EngineClient, prompts: PromptBuilder, folder: Path) -> None:
+        self.client = client
+        self.prompts = prompts
+        self.num_requests = 0
+        self.segments: set[str] = set()
+        self._serial_numbers = itertools.count()
+        self._folder = folder
+
+    def page(self, number: int, size: tuple[int, int]) -> ImageSource:
+        return save_page(draw_page(number, size), self._folder / f"page-{number}.png")
+
+    @contextmanager
+    def picture(self, number: int) -> Iterator[ImageSource]:
+        """A small one, in a file of its own for as long as the block lasts."""
+        path = self._folder / f"picture-{number}-{next(self._serial_numbers)}.png"
+        try:
+            yield save_page(draw_picture(number), path)
+        finally:
+            path.unlink()
+
+    async def ask(self, source: ImageSource, question: str, max_tokens: int) -> RequestRecord:
+        """The clock starts before the page is read. Raises `EngineError` for an answer that is cut short."""
+        parts = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        token_times: list[float] = []
+        offered = time.perf_counter()
+        async with self.prompts.build([{"role": "user", "content": parts}], max_tokens=self._room(max_tokens)) as built:
+            self.segments.update(image.patches.segment for image in built.images if image.patches)
+            stream = self.client.generate(built.token_ids, params, images=built.images)
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    token_times += [time.perf_counter()] * len(delta.token_ids)
+        if len(token_times) != max_tokens:
+            raise EngineError(
+                "internal_error", f"an answer has {len(token_times)} of {max_tokens} tokens: its figures mean nothing"
+            )
+        self.num_requests += 1
+        return RequestRecord(offered, token_times[0], token_times[-1], len(built.token_ids), max_tokens)
+
+    async def warm_up(self) -> None:
+        """Every worker process starts, and what is lazy is done."""
+        with ExitStack() as stack:
+            pictures = [stack.enter_context(self.picture(number)) for number in range(_NUM_WARM_UP_PICTURES)]
+            await asyncio.gather(*(self.ask(picture, "Hello", 2) for picture in pictures))
+
+    def _room(self, max_tokens: int) -> int:
+        return self.client.max_model_len - max_tokens
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Running totals of an engine and its preprocessing."""
+
+    encoder_cache_queries: int
+    encoder_cache_hits: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    preprocess_seconds: float
+    encoder_seconds: float
+
+    @classmethod
+    def read(cls, asker: Asker) -> "Counters":
+        stats, pool = asker.client.stats, asker.prompts.pool
+        assert pool is not None
+        return cls(
+            stats.encoder_cache_queries,
+            stats.encoder_cache_hits,
+            stats.prefix_cache_queries,
+            stats.prefix_cache_hits,
+            pool.stats.seconds,
+            stats.encoder_seconds,
+        )
+
+    def since(self, earlier: "Counters") -> Report:
+        """What came to it, ready for JSON."""
+        gains = {name: round(value - getattr(earlier, name), 3) for name, value in dataclasses.asdict(self).items()}
+        return {
+            "encoder_cache": {kind: gains[f"encoder_cache_{kind}"] for kind in ("queries", "hits")},
+            "prefix_cache": {kind: gains[f"prefix_cache_{kind}"] for kind in ("queries", "hits")},
+            "preprocess_seconds": gains["preprocess_seconds"],
+            "encoder_seconds": gains["encoder_seconds"],
+        }
+
+
+async def _measure(asker: Asker, workload: PageWorkload, rounds: int, on_progress: Callable[[str], None]) -> Report:
+    await asker.warm_up()
+    on_progress("Two questions about one page")
+    pairs = [await _ask_twice(asker, _FIRST_LATENCY_PAGE + index, workload.page_size) for index in range(rounds)]
+    on_progress(f"{workload.name}: drawing {workload.num_pages} pages")
+    pages = [asker.page(number, workload.page_size) for number in workload.page_numbers]
+    before = Counters.read(asker)
+    on_progress(f"{workload.name}: {workload.num_pages} pages, {len(workload.questions)} questions each")
+    records = await asyncio.gather(
+        *(
+            asker.ask(page, question, workload.max_tokens)
+            for page, question in itertools.product(pages, workload.questions)
+        )
+    )
+    gained = Counters.read(asker).since(before)
+    return {**_speed_report(asker.client, workload, records), **gained, "same_page": _same_page_report(pairs)}
+
+
+async def _ask_twice(asker: Asker, number: int, size: tuple[int, int]) -> tuple[RequestRecord, RequestRecord]:
+    """On an engine that does nothing else."""
+    page = asker.page(number, size)
+    return await asker.ask(page, QUESTIONS[0], 1), await asker.ask(page, QUESTIONS[1], 1)
+
+
+def _same_page_report(pairs: Sequence[tuple[RequestRecord, RequestRecord]]) -> Report:
+    """Medians over the pages."""
+    first, second = ([pair[index].time_to_first_token for pair in pairs] for index in (0, 1))
+    return {
+        "prompt_tokens": pairs[0][0].num_prompt_tokens,
+        "ttft_ms": {
+            "first_question": round(statistics.median(first) * 1000, 2),
+            "second_question": round(statistics.median(second) * 1000, 2),
+        },
+        "second_to_first": round(statistics.median(b / a for a, b in zip(first, second, strict=True)), 4),
+    }
+
+
+def _speed_report(client: EngineClient, workload: PageWorkload, records: Sequence[RequestRecord]) -> Report:
+    info = client.engine_info
+    assert info is not None
+    threads = client.config.num_threads or torch.get_num_threads()
+    measurement = Measurement(records, 0, info.device, info.dtype, threads)
+    return {
+        "pages_per_second": round(workload.num_pages / measurement.seconds, 4),
+        **make_report(measurement, workload=workload.name, model=client.config.names[0]),
+        "num_pages": workload.num_pages,
+        "num_requests": len(records),
+        "max_tokens": workload.max_tokens,
+    }
