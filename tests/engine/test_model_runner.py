@@ -209,7 +209,9 @@ def test_warming_up_writes_to_block_0_only(folder: Path, max_num_batched_tokens:
 @pytest.mark.parametrize(("block_size", "max_model_len"), [(1, None), (16, 2), (4, 3)])
 def test_warming_up_the_smallest_contexts(folder: Path, block_size: int, max_model_len: int | None) -> None:
     config = replace(engine_config(folder, num_blocks=8, block_size=block_size), max_model_len=max_model_len)
-    runner(config).warm_up(2048)
+    made = runner(config)
+    made.warm_up(2048)
+    assert bool(made.kv_cache.layers[0][0].any()), "block 0 was written"
 
 
 def test_threads_as_asked(folder: Path) -> None:
