@@ -1,5 +1,6 @@
 """The engine's own thread of control: take messages, step while there is work, send what came out."""
 
+import gc
 import logging
 import queue
 from collections.abc import Callable
@@ -30,6 +31,9 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
     """Load the engine, say that it is ready, and work until `Shutdown`. Whatever ends it early is sent as a failure."""
     try:
         engine = Engine(config)
+        # The collector need not walk through what is loaded while tokens wait.
+        gc.collect()
+        gc.freeze()
         send(engine.ready_message)
         while _take_messages(engine, inbox, send):
             if engine.has_work:
@@ -39,6 +43,8 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
     except Exception:
         logger.exception("the engine died")
         send(EngineFailed("engine_dead", "the engine died of an internal error; its log says which"))
+    finally:
+        gc.unfreeze()
 
 
 def _take_messages(engine: Engine, inbox: Inbox, send: Send) -> bool:
