@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -255,6 +256,8 @@ class EngineClient:
             self._failure = failure
             mailboxes = set(self._mailboxes.values())
             settling, self._settling = self._settling, {}
+        # What it worked on died with it; its running totals stay true.
+        self.stats = replace(self.stats, num_requests_running=0, num_requests_waiting=0, kv_cache_usage_ratio=0.0)
         self._settled.set()
         for settled in settling.values():
             settled.set_result(None)

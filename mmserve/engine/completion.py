@@ -26,18 +26,8 @@ class CompletionDelta:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A whole answer."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
+class Completion(CompletionDelta):
+    """A whole answer: all its deltas as one."""
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ def test_an_exception_in_a_step_is_told_to_everybody_once(folder: Path, monkeypa
         client.observers.append(timings.append)
         assert codes(asyncio.run(fails_in_flight(client, lambda: is_broken.append(True)))) == ["engine_dead"] * 2
         assert client.state == "dead"
+        assert (client.stats.num_requests_running, client.stats.kv_cache_usage_ratio) == (0, 0.0)
         with pytest.raises(EngineError) as caught:
             asyncio.run(client.complete(PROMPT, greedy(1)))
         assert caught.value.code == "engine_dead"
