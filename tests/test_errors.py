@@ -22,6 +22,7 @@ def test_every_code_has_a_status_and_no_status_lacks_a_code() -> None:
         ("invalid_request", 400),
         ("context_length_exceeded", 400),
         ("model_not_found", 404),
+        ("body_stalled", 408),
         ("body_too_large", 413),
         ("page_too_large", 413),
         ("too_many_pages", 413),

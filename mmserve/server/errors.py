@@ -31,6 +31,13 @@ class BodyTooLarge(HTTPException):
         super().__init__(413, f"The request's body is over {limit_bytes} bytes, which is all that this server takes.")
 
 
+class BodyStalled(HTTPException):
+    """Raised where a sender has stopped in the middle of its body."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(408, f"The request's body stopped arriving for {seconds:g} seconds. Send it again.")
+
+
 def envelope(error: MMServeError) -> dict[str, Any]:
     """The error object that clients of OpenAI's interface understand."""
     return {
@@ -123,7 +130,12 @@ async def _handle_validation(_request: Request, error: Exception) -> JSONRespons
 
 
 def _from_http_exception(error: HTTPException) -> MMServeError:
-    codes: dict[int, ErrorCode] = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    codes: dict[int, ErrorCode] = {
+        404: "not_found",
+        405: "method_not_allowed",
+        408: "body_stalled",
+        413: "body_too_large",
+    }
     sentences = {
         404: "There is nothing at this address; /docs lists what this server offers.",
         405: "This address does not take this method; /docs lists what it takes.",

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.errors import EngineError, RequestError
-from mmserve.server.errors import BodyTooLarge, as_mmserve_error, error_response
+from mmserve.server.errors import BodyStalled, BodyTooLarge, as_mmserve_error, error_response
 
 LINGER_SECONDS = 5.0
+STALL_SECONDS = 20.0
 
 
 class BodyLimit:
@@ -51,7 +52,12 @@ class _CountedBody:
         self._is_complete = False
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        """The next message. A sender that stops in mid-body is not waited for: it would hold up the server's end."""
+        try:
+            async with asyncio.timeout(None if self._is_complete else STALL_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyStalled(STALL_SECONDS) from None
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self._is_complete = not message.get("more_body", False)

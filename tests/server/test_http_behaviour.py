@@ -119,6 +119,22 @@ def test_a_sender_that_asks_first_is_told_before_it_sends(server: LiveServer) ->
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/summarize"])
+def test_a_sender_that_stops_in_the_middle_is_not_waited_for(
+    server: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmserve.server.limits.STALL_SECONDS", 0.2)
+    monkeypatch.setattr("mmserve.server.limits.LINGER_SECONDS", 0.2)
+    content_type = "application/json" if path == CHAT else "multipart/form-data; boundary=b"
+    with socket.create_connection(server.socket.getsockname(), timeout=10) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Type: {content_type}\r\nContent-Length: 999\r\n\r\n"
+        connection.sendall(f"{head}--b".encode())
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"body_stalled" in answer
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
 def test_models_are_listed_under_all_their_names(server: LiveServer) -> None:
     listed = httpx.get(f"{server.url}/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["scripted", "org/alias"]
