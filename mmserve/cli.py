@@ -117,6 +117,10 @@ def _end_with(error: Exception) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         _drop_standard_output()
         raise typer.Exit(EXIT_CLOSED_PIPE)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_standard_output()
     typer.echo(f"mmserve: {_sentence(error)}", err=True)
     raise typer.Exit(_exit_code(error))
 
@@ -147,7 +151,7 @@ def _leave_at_once(code: object) -> NoReturn:
 
 
 def _drop_standard_output() -> None:
-    """Nobody reads it any more; the interpreter's own flush at exit must not complain."""
+    """It takes no more; the interpreter's own flush at exit must not complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

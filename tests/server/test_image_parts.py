@@ -4,6 +4,7 @@ import base64
 import io
 import re
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from vision_checkpoint import picture_bytes, save_vision_model
 
 from mmserve.config import CacheConfig, EngineConfig
 from mmserve.engine.client import EngineClient
+from mmserve.engine.engine import Engine
+from mmserve.engine.messages import StepOutput
 from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.errors import RequestError
 from mmserve.server.media import limits_of
@@ -302,7 +305,17 @@ def test_neighbours_are_not_disturbed(server: LiveServer) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_a_client_that_leaves_lets_go_of_its_pictures(server: LiveServer, prompts: PromptBuilder) -> None:
+def test_a_client_that_leaves_lets_go_of_its_pictures(
+    server: LiveServer, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def slow_step(engine: Engine) -> StepOutput:
+        # The answer must not be there before its reader has left.
+        time.sleep(0.02)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow_step)
     body = {
         "messages": [{"role": "user", "content": [image(picture_bytes(21))]}],
         "stream": True,
