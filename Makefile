@@ -86,7 +86,9 @@ $(VENV)/.installed: $(VENV)/.torch-installed pyproject.toml
 	$(PIP) install --quiet --editable .
 	@touch $@
 
+# The kernels are tested with Triton's interpreter. A build of torch for CUDA brings the Triton that belongs to it.
 $(VENV)/.test-installed: $(VENV)/.installed
 	@echo "Installing what the tests need: a moment without output"
 	$(PIP) install --quiet --editable '.[test]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet triton==3.6.0
 	@touch $@

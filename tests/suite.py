@@ -1,5 +1,6 @@
-"""What all tests share: the embedded model, and the rule about skipping."""
+"""What all tests share: the embedded model, the rule about skipping, and kernels without a GPU."""
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 
@@ -8,6 +9,12 @@ import pytest
 ONLY_GPU_SKIPS = "--only-gpu-skips"
 # Tests in a module that is not named as one.
 pytest.register_assert_rewrite("vision_equality")
+
+
+def pytest_configure() -> None:
+    """Without a GPU, Triton's kernels run in its interpreter; it asks when a kernel is defined."""
+    if not _has_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mmserve.kernels.reference import apply_rotary, varlen_attention
+from mmserve.kernels.cpu import varlen_attention
+from mmserve.kernels.reference import apply_rotary
 from mmserve.layers.linear import Linear
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mmserve.attention.base import AttentionBatch
 from mmserve.attention.context import ForwardContext
-from mmserve.kernels.reference import (
+from mmserve.kernels.cpu import (
     causal_attention,
     gather_rows,
     paged_attention_chunk,

@@ -3,13 +3,14 @@
 import torch
 import torch.nn.functional as F
 
-from mmserve.kernels.reference import rms_norm
+from mmserve.layers.kernel_set import KernelSet
 
 
 class RMSNorm:
     """Root-mean-square norm over the last axis (Zhang and Sennrich 2019)."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, kernels: KernelSet) -> None:
+        self._kernels = kernels
         self._weight = weight
         self._doubled_weight = torch.cat((weight, weight))
         self._eps = eps
@@ -18,7 +19,14 @@ class RMSNorm:
         """x `[..., size of the weight]`."""
         if x.ndim == 2 and x.shape[0] == 1 and x.device.type == "cpu":
             return self._norm_one_row(x)
-        return rms_norm(x, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of x and residual, `[T, size]` each, normed; and the sum."""
+        if x.device.type == "cpu":
+            total = residual + x
+            return self(total), total
+        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
 
     def _norm_one_row(self, x: torch.Tensor) -> torch.Tensor:
         """As the layer norm of x and -x side by side, whose mean is zero: one kernel where PyTorch's RMS norm is seven.
@@ -30,11 +38,16 @@ class RMSNorm:
 
 
 class LayerNorm:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float, kernels: KernelSet) -> None:
+        self._kernels = kernels
         self._weight = weight
         self._bias = bias
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x `[..., size of the weight]`."""
-        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of x and residual, `[T, size]` each, normed; and the sum."""
+        return self._kernels.add_layer_norm(x, residual, self._weight, self._bias, self._eps)

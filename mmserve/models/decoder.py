@@ -47,9 +47,10 @@ class FeedForward:
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self._gate_up = loader.linear(names, hidden, (inner, inner), bias=config.mlp_bias)
         self._down = loader.linear([f"{prefix}.down_proj"], inner, (hidden,), bias=config.mlp_bias)
+        self._kernels = loader.kernels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(silu_and_mul(self._gate_up(x)))
+        return self._down(self._kernels.silu_and_mul(self._gate_up(x)))
 
 
 class DecoderLayer:
@@ -59,9 +60,13 @@ class DecoderLayer:
         self._input_norm = loader.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
         self._post_norm = loader.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
 
-    def __call__(self, x: torch.Tensor, backend: AttentionBackend, context: ForwardContext) -> torch.Tensor:
-        x = x + self._attention(self._input_norm(x), backend, context)
-        return x + self._feed_forward(self._post_norm(x))
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, backend: AttentionBackend, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes out, and what is to be added to it: each norm adds what the layer before it left."""
+        normed, residual = (self._input_norm(x), x) if residual is None else self._input_norm.add(x, residual)
+        normed, residual = self._post_norm.add(self._attention(normed, backend, context), residual)
+        return self._feed_forward(normed), residual
 
 
 class Decoder:
@@ -85,11 +90,12 @@ class Decoder:
 
         The i-th of `deepstack`, `[T, hidden]`, is added after layer i (Meng et al. 2024).
         """
+        residual = None
         for i, layer in enumerate(self._layers):
-            x = layer(x, self._backend, context)
+            x, residual = layer(x, residual, self._backend, context)
             if i < len(deepstack):
                 x = x + deepstack[i]
-        return x
+        return x if residual is None else residual + x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[N, hidden]` -> `[N, vocab]`."""

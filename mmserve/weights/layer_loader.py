@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from mmserve.layers.kernel_set import KernelSet, kernel_set
 from mmserve.layers.linear import Linear, LinearWeight
 from mmserve.layers.norm import LayerNorm, RMSNorm
 from mmserve.quantization.dense import dense_weight
@@ -20,14 +22,20 @@ class LayerLoader:
     dtype: torch.dtype
     device: torch.device
 
+    @cached_property
+    def kernels(self) -> KernelSet:
+        """What the layers of this device compute with."""
+        return kernel_set(self.device)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.reader.take(name, shape).to(self.device, self.dtype)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.tensor(f"{name}.weight", (size,)), eps)
+        return RMSNorm(self.tensor(f"{name}.weight", (size,)), eps, self.kernels)
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        return LayerNorm(self.tensor(f"{name}.weight", (size,)), self.tensor(f"{name}.bias", (size,)), eps)
+        weight, bias = (self.tensor(f"{name}.{part}", (size,)) for part in ("weight", "bias"))
+        return LayerNorm(weight, bias, eps, self.kernels)
 
     def linear(self, names: Sequence[str], in_features: int, out_features: Sequence[int], *, bias: bool) -> Linear:
         """One layer out of several matrices with the same input, stacked by rows."""

@@ -2,7 +2,7 @@ import pytest
 import torch
 from vision_driver import relative_error
 
-from mmserve.kernels.reference import varlen_attention
+from mmserve.kernels.cpu import varlen_attention
 from mmserve.layers.linear import Linear
 from mmserve.quantization.dense import DenseWeight
 from mmserve.vision.attention import PackedSelfAttention

@@ -1,4 +1,4 @@
-"""The PyTorch twins against naive formulas in float64, one loop an axis."""
+"""The kernels that a CPU runs against naive formulas in float64, one loop an axis."""
 
 import math
 import random
@@ -6,18 +6,16 @@ import random
 import pytest
 import torch
 
-from mmserve.kernels.reference import (
-    apply_rotary,
+from mmserve.kernels.cpu import (
     causal_attention,
     gather_kv,
     gather_rows,
     paged_attention_chunk,
     paged_attention_decode,
-    rms_norm,
-    silu_and_mul,
     store_kv,
     store_rows,
 )
+from mmserve.kernels.reference import apply_rotary, rms_norm, silu_and_mul
 
 TOLERANCES = [(torch.float32, 2e-6), (torch.bfloat16, 1.2e-2)]
 BLOCK_SIZE = 4
