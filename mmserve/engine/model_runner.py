@@ -21,7 +21,8 @@ from mmserve.layers.mrope import MultiAxisRotaryTable, PromptPositions, has_mult
 from mmserve.layers.rotary import RotaryTable
 from mmserve.models.registry import VisionLanguageModel, model_class
 from mmserve.request import ImageSpan, SampledToken, SamplingParams, Sequence
-from mmserve.vision.patches import load as load_patches
+from mmserve.vision.pixel_loader import PixelLoader
+from mmserve.vision.preprocess import load_processor
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
@@ -48,7 +49,8 @@ class ModelRunner:
         )
         self._attention = backend
         reader = WeightReader(checkpoint)
-        loader = LayerLoader(reader, self.dtype, self.device)
+        loader = LayerLoader(reader, self.dtype, self.device, config.vision.attention)
+        self._pixels = PixelLoader(load_processor(checkpoint), self.device)
         self._model = model_class(self.model_config.architecture)(loader, self.model_config, backend)
         reader.finish()
         self.max_model_len, num_blocks = self._size_cache(config)
@@ -127,7 +129,7 @@ class ModelRunner:
             return
         assert isinstance(self._model, VisionLanguageModel)
         started = time.perf_counter()
-        patches = [load_patches(image.patches, self.device) for image in images if image.patches is not None]
+        patches = self._pixels.load(images)
         for image, embeddings in zip(images, self._model.encode_images(patches), strict=True):
             # A copy: slices of one batch would keep the whole of it alive as long as the last of them.
             self.encoder_cache.put(image.content_hash, embeddings.clone() if len(images) > 1 else embeddings)
