@@ -156,7 +156,7 @@ class PreprocessPool:
         """End the processes and give all shared memory back."""
         self._workers.close()
         self._threads.close()
-        if self.settle is not None:
+        if self.settle is not None and self._entries:
             with contextlib.suppress(TimeoutError):
                 self.settle().result(_SETTLE_SECONDS)
         while self._entries:

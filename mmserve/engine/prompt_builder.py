@@ -77,9 +77,9 @@ class PromptBuilder:
             yield BuiltPrompt(await self._encode(messages, template_arguments))
             return
         processor, pool = self._vision()
-        token_ids, *planned = await asyncio.gather(
+        token_ids, planned = await asyncio.gather(
             self._encode(messages, template_arguments),
-            *(pool.plan(part["source"], part.get("limits") or self.limits) for part in parts),
+            asyncio.gather(*(pool.plan(part["source"], part.get("limits") or self.limits) for part in parts)),
         )
         self._check(token_ids, planned, max_tokens)
         async with pool.hold(planned) as processed:
