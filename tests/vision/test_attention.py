@@ -96,7 +96,7 @@ class FakeVarlen:
 def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     import mmserve.kernels
 
-    monkeypatch.setitem(sys.modules, "mmserve.kernels.varlen", FakeVarlen)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "mmserve.kernels.varlen", FakeVarlen)
     monkeypatch.setattr(mmserve.kernels, "varlen", FakeVarlen, raising=False)
 
 
