@@ -34,8 +34,8 @@ class FakeRunner:
         }
 
     def _write(self, scheduled: ScheduledSequence) -> None:
-        sequence, start = scheduled.sequence, scheduled.sequence.num_computed_tokens
-        for position in range(start, start + scheduled.num_scheduled_tokens):
+        sequence = scheduled.sequence
+        for position in range(scheduled.start, scheduled.end):
             before = self._slots[self._slot(sequence, position - 1)] if position else b""
             token_id = sequence.token_ids[position]
             self._slots[self._slot(sequence, position)] = content(before, token_id, position, sequence.images)

@@ -14,8 +14,8 @@ from reference_models import FAMILIES, VOCAB_SIZE, load_reference_model, save_re
 
 from mmserve.engine.client import EngineClient
 from mmserve.engine.engine import Engine
+from mmserve.engine.model_runner import PendingStep
 from mmserve.engine.scheduler import ScheduledBatch
-from mmserve.request import SampledToken
 
 NUM_TOKENS = 24
 VARIANTS = [
@@ -86,7 +86,7 @@ def test_chunked_at_16(reference: Reference, monkeypatch: pytest.MonkeyPatch) ->
     largest: list[int] = []
     run = engine._runner.run
 
-    def counting(batch: ScheduledBatch) -> dict[str, SampledToken]:
+    def counting(batch: ScheduledBatch) -> PendingStep:
         largest.append(batch.num_tokens)
         return run(batch)
 
