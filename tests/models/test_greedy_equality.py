@@ -112,6 +112,19 @@ def test_from_the_prefix_cache(reference: Reference) -> None:
     ]
 
 
+@pytest.mark.parametrize("num_blocks", [25, 256])
+def test_while_the_step_before_is_under_way(reference: Reference, num_blocks: int) -> None:
+    config = engine_config(reference.folder, num_blocks=num_blocks, block_size=8, max_num_batched_tokens=40)
+    engine = Engine(replace(config, async_scheduling=True))
+    for _ in range(2):
+        assert run_to_end(engine, PROMPTS, greedy(NUM_TOKENS)) == reference.answers
+    assert (engine.scheduler.num_preemptions > 0) == (num_blocks == 25)
+    penalised = [greedy(NUM_TOKENS, **fields) for fields in ({"presence_penalty": 2.0}, {"min_tokens": 4})]
+    for params in penalised:
+        expected = run_to_end(Engine(config), PROMPTS, params)
+        assert run_to_end(engine, PROMPTS, params) == expected
+
+
 @pytest.mark.parametrize("use_process", [False, True], ids=["thread", "process"])
 def test_through_the_client(tmp_path: Path, use_process: bool) -> None:
     reference = Reference(save_reference_model("qwen3", tmp_path))
