@@ -5,7 +5,7 @@ from collections import deque
 from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineReady, EngineRequest, RequestFailure, StepOutput, TokenOutput
-from mmserve.engine.model_runner import ModelRunner, PendingStep
+from mmserve.engine.model_runner import ModelRunner, PendingStep, choose_device
 from mmserve.engine.sampler import check_token_ids
 from mmserve.engine.scheduler import ScheduledBatch, Scheduler
 from mmserve.errors import MMServeError, RequestError
@@ -18,7 +18,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
         """Load and warm up. Raises `SetupError`."""
-        checkpoint = checkpoint or open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
+        checkpoint = checkpoint or open_checkpoint(
+            config.model, load_format=config.load_format, seed=config.seed, device=choose_device(config.device)
+        )
         encoder_cache = EncoderCache(config.scheduler.encoder_cache_tokens)
         self._runner = ModelRunner(config, checkpoint, encoder_cache)
         self._runner.warm_up()
