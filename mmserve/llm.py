@@ -7,7 +7,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from mmserve.config import EngineConfig
+from mmserve.config import EngineConfig, SchedulerConfig
 from mmserve.engine.client import Completion, EngineClient
 from mmserve.engine.prompt_factory import open_prompts
 from mmserve.errors import EngineError, RequestError
@@ -27,7 +27,8 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, config: EngineConfig | None = None) -> None:
         """Load `model`, or what `config` says. Raises `SetupError`."""
-        self._client = EngineClient.start(config or EngineConfig(model=model))
+        usual = EngineConfig(model=model, scheduler=SchedulerConfig.for_device("auto"))
+        self._client = EngineClient.start(config or usual)
         self._prompts = open_prompts(self._client)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)

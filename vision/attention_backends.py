@@ -150,8 +150,10 @@ class TritonAttention:
 
     def over(self, lengths: Sequence[int]) -> Attend:
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self._device)
-        tiles = torch.as_tensor(self._varlen.query_tiles(lengths), device=self._device)
-        return lambda q, k, v, scale: self._varlen.varlen_attention(q, k, v, starts, tiles, scale)
+        query_tile = self._varlen.query_tile(lengths)
+        tiles = self._varlen.query_tiles(lengths, query_tile).to(self._device)
+        attend = self._varlen.varlen_attention
+        return lambda q, k, v, scale: attend(q, k, v, starts, tiles, scale, query_tile=query_tile)
 
 
 class XformersAttention:

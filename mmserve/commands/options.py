@@ -78,10 +78,17 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None, _engine(min=1, help="Tokens of prompt and answer together; as the model says if not given.")
     ] = None
-    max_num_seqs: Annotated[int, _engine(min=1, help="Sequences that run at once.")] = SchedulerConfig.max_num_seqs
+    max_num_seqs: Annotated[
+        int | None, _engine(min=1, help="Sequences that run at once: 64 on a CPU, 256 on a GPU if not given.")
+    ] = None
     max_num_batched_tokens: Annotated[
-        int, _engine(min=1, help="Tokens computed in one step; longer prompts are done in chunks.")
-    ] = SchedulerConfig.max_num_batched_tokens
+        int | None,
+        _engine(
+            min=1,
+            help="Tokens computed in one step: 2048 on a CPU, 8192 on a GPU if not given; longer prompts are done in"
+            " chunks.",
+        ),
+    ] = None
     max_num_waiting: Annotated[int, _engine(min=1, help="Requests that may wait; more are refused.")] = (
         SchedulerConfig.max_num_waiting
     )
@@ -111,6 +118,13 @@ class EngineOptions:
         bool, _engine(help="Keep what was computed for a prompt, for others that begin alike.")
     ] = CacheConfig.enable_prefix_caching
     seed: Annotated[int, _engine(help="Seed of random sampling.")] = EngineConfig.seed
+    enforce_eager: Annotated[bool, _engine("--enforce-eager", help="Decode without CUDA graphs.")] = (
+        EngineConfig.enforce_eager
+    )
+    async_scheduling: Annotated[
+        bool | None,
+        _engine(help="Prepare a step while the one before it runs; on a GPU only if not given.", show_default=False),
+    ] = None
     engine_process: Annotated[
         bool, _engine("--engine-process/--engine-thread", help="Run the engine in a process or a thread of its own.")
     ] = EngineConfig.use_process
@@ -128,13 +142,16 @@ class EngineOptions:
             seed=self.seed,
             num_threads=self.num_threads,
             use_process=self.engine_process,
+            enforce_eager=self.enforce_eager,
+            async_scheduling=self.async_scheduling,
             cache=CacheConfig(
                 block_size=self.block_size,
                 memory_bytes=None if size is None else parse_bytes(size),
                 memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
             ),
-            scheduler=SchedulerConfig(
+            scheduler=SchedulerConfig.for_device(
+                self.device,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_waiting=self.max_num_waiting,

@@ -45,6 +45,15 @@ def test_every_sequence_sees_all_of_itself_alone(lengths: list[int]) -> None:
     assert relative_error(found.double(), naive(q, k, v, lengths, 0.3)) < 1e-5
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_the_kernel_by_lengths(lengths: list[int]) -> None:
+    """In Triton's interpreter where there is no GPU."""
+    device = CUDA if torch.cuda.is_available() else CPU
+    q, k, v = torch.randn(sum(lengths), 6, 16, device=device).chunk(3, dim=1)
+    found = TritonAttention(device).over(lengths)(q, k, v, 0.3)
+    assert relative_error(found.double(), naive(q, k, v, lengths, 0.3)) < 1e-4
+
+
 @pytest.mark.parametrize("long", [4, 2048], ids="long from {}".format)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_runs_of_one_length_and_long_sequences_one_by_one(
@@ -84,11 +93,15 @@ class FakeVarlen:
     """A module in the place of the kernel's."""
 
     @staticmethod
-    def query_tiles(lengths: tuple[int, ...]) -> list[list[int]]:
-        return [[index, 0] for index in range(len(lengths))]
+    def query_tile(lengths: tuple[int, ...]) -> int:
+        return 64
 
     @staticmethod
-    def varlen_attention(q: torch.Tensor, k: Any, v: Any, starts: torch.Tensor, tiles: Any, scale: float) -> Any:
+    def query_tiles(lengths: tuple[int, ...], query_tile: int) -> torch.Tensor:
+        return torch.zeros(len(lengths), 2, dtype=torch.int32)
+
+    @staticmethod
+    def varlen_attention(q: Any, k: Any, v: Any, starts: torch.Tensor, tiles: Any, scale: float, **_: Any) -> Any:
         return starts
 
 
