@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mmserve.config import VisionAttentionName
 from mmserve.errors import SetupError
 from mmserve.kernels import cpu
+from mmserve.kernels.transfer import to_device
 
 # Of q, k and v `[T, H, D]`, which may be strided, and the factor on the scores -> `[T, H, D]`.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -149,9 +150,9 @@ class TritonAttention:
         self._varlen = varlen
 
     def over(self, lengths: Sequence[int]) -> Attend:
-        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self._device)
+        starts = to_device([0, *accumulate(lengths)], self._device, torch.int32)
         query_tile = self._varlen.query_tile(lengths)
-        tiles = self._varlen.query_tiles(lengths, query_tile).to(self._device)
+        tiles = to_device(self._varlen.query_tiles(lengths, query_tile).numpy(), self._device)
         attend = self._varlen.varlen_attention
         return lambda q, k, v, scale: attend(q, k, v, starts, tiles, scale, query_tile=query_tile)
 

@@ -35,8 +35,8 @@ class Idefics3Encoder:
         """Pixels `[1, channels, side, side]`, all of one side and all picture -> `[num_tokens, out_size]` each."""
         pixels = torch.cat([tile.pixels for tile in tiles])
         patches_a_side = pixels.shape[-1] // self._config.patch_size
-        positions = position_ids(patches_a_side, self._config.image_size // self._config.patch_size)
-        features = self._tower(pixels, positions.to(self._device))
+        positions_a_side = self._config.image_size // self._config.patch_size
+        features = self._tower(pixels, position_ids(patches_a_side, positions_a_side, self._device))
         squares = self._squares(features, patches_a_side)
         return list(self._projection(squares.flatten(0, 1)).view(len(tiles), squares.shape[1], -1))
 
@@ -49,7 +49,11 @@ class Idefics3Encoder:
 
 
 @lru_cache(maxsize=64)
-def position_ids(patches_a_side: int, positions_a_side: int) -> torch.Tensor:
+def position_ids(
+    patches_a_side: int,
+    positions_a_side: int,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> torch.Tensor:
     """Where a square tile's patches stand in the square table of learned positions, `[patches_a_side^2]`.
 
     By fractions of the side (NaViT, Dehghani et al. 2023, arXiv 2307.06304), in float32 on the CPU as published models
@@ -58,4 +62,4 @@ def position_ids(patches_a_side: int, positions_a_side: int) -> torch.Tensor:
     bounds = torch.arange(1 / positions_a_side, 1.0, 1 / positions_a_side)
     fractions = torch.arange(patches_a_side, dtype=torch.float32) * (1.0 / torch.tensor(patches_a_side))
     steps = torch.bucketize(fractions.clamp(max=_ALMOST_ONE), bounds, right=True)
-    return (steps[:, None] * positions_a_side + steps).flatten()
+    return (steps[:, None] * positions_a_side + steps).flatten().to(device)

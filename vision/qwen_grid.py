@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mmserve.kernels.transfer import to_device
+
 # Pages of one document mostly share a shape; a page of 10,000 patches takes about 1 MB here.
 _SHAPES_KEPT = 64
 
@@ -76,8 +78,10 @@ def pack_grids(shapes: Sequence[tuple[int, int]], merge: int, window: int | None
     image_lengths = tuple(rows * columns for rows, columns in shapes)
     starts = np.cumsum((0, *image_lengths[:-1])) // (merge * merge)
     return PackedGrids(
-        torch.cat([grid.positions for grid in grids]).to(device),
-        torch.cat([grid.order + int(start) for grid, start in zip(grids, starts, strict=True)]).to(device),
+        to_device(torch.cat([grid.positions for grid in grids]).numpy(), device),
+        to_device(
+            torch.cat([grid.order + int(start) for grid, start in zip(grids, starts, strict=True)]).numpy(), device
+        ),
         tuple(length for grid in grids for length in grid.window_lengths),
         image_lengths,
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mmserve.kernels.transfer import to_device
 from mmserve.layers.linear import Linear
 from mmserve.layers.norm import LayerNorm, RMSNorm
 from mmserve.quantization.dense import dense_weight
@@ -242,7 +243,8 @@ class QwenVit:
         taps = None
         if self._position_table is not None:
             each = [interpolation_taps(*shape, config.merge, config.position_table_side) for shape in shapes]
-            indices, weights = (torch.cat(part, dim=1).to(self._device) for part in zip(*each, strict=True))
+            parts = (torch.cat(part, dim=1).numpy() for part in zip(*each, strict=True))
+            indices, weights = (to_device(part, self._device) for part in parts)
             taps = indices, weights
         return BatchPlan(
             grids.order,

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from mmserve.kernels import reference
+from mmserve.kernels.transfer import to_device
 
 Filter = Literal["bilinear", "bicubic", "lanczos"]
 _SUPPORT: dict[Filter, float] = {"bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
@@ -208,7 +209,8 @@ def _by_taps(image: torch.Tensor, axis: _Axis, low: int, *, dimension: int) -> t
 def _taps_on(axis: _Axis, low: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the inputs start, counted from `low`, `[pixels]`; their weights `[inputs, pixels]`; on the device."""
     taps = _taps(axis)
-    return (taps.starts - low).int().to(device), taps.weights.t().contiguous().to(device)
+    starts, weights = (taps.starts - low).int(), taps.weights.t().contiguous()
+    return to_device(starts.numpy(), device), to_device(weights.numpy(), device)
 
 
 def _resample_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from mmserve.bench.pages import A4_SIZE, draw_page
 from mmserve.bench.report import Report, versions
-from mmserve.config import EngineConfig, ModelConfig
+from mmserve.config import EngineConfig, ModelConfig, VisionAttentionName
 from mmserve.engine.model_runner import choose_device, choose_dtype
 from mmserve.errors import RequestError
 from mmserve.vision.image_plan import ImageProcessor
@@ -60,7 +60,7 @@ def run_encoder(
     on_progress("Preparing")
     pages = [_prepare(processor, number, page_size, limits or PixelLimits(), device) for number in range(num_pages)]
     engines = {
-        "mmserve": _ours(checkpoint, model, dtype, device),
+        "mmserve": _ours(checkpoint, model, dtype, device, config.vision.attention),
         "transformers": _theirs(checkpoint, dtype, device),
     }
     return {
@@ -102,9 +102,15 @@ def _compare(
     }
 
 
-def _ours(checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Encode:
+def _ours(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: VisionAttentionName,
+) -> Encode:
     assert model.vision is not None
-    loader = LayerLoader(WeightReader(checkpoint), dtype, device)
+    loader = LayerLoader(WeightReader(checkpoint), dtype, device, attention)
     encoder = QwenVit(loader, QwenVitConfig.from_hf(checkpoint.config["model_type"], model.vision))
 
     def encode(pages: Sequence[PixelPatches]) -> list[torch.Tensor]:

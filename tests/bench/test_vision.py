@@ -79,7 +79,7 @@ def test_four_questions_about_a_page_encode_it_once(model: Path, tmp_path: Path,
 @pytest.mark.parametrize("place", ["worker", "device"])
 def test_pages_in_every_form(model: Path, source: str, place: str) -> None:
     options = ["--num-pages", "2", "--max-tokens", "2", "--rounds", "1", "--source", source, "--pixels-on", place]
-    report = report_of(model, *options)
+    report = report_of(model, *options, "--engine-process" if source == "pixels" else "--engine-thread")
     assert (report["source"], report["num_pages"], report["page_alone"]["num_pages"]) == (source, 2, 1)
     assert report["encoder_cache"] == {"queries": 2, "hits": 0}
     assert report["preprocess_seconds"] > 0
