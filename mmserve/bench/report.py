@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmserve import __version__
+from mmserve.config import ModelConfig
 
 Report = dict[str, Any]
 
@@ -36,13 +37,18 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One round of one engine. `seconds` go from the first request offered to the last token."""
+    """One round of one engine. `seconds` go from the first request offered to the last token.
+
+    `start_seconds` go from the engine's start until it was ready; None where that was not measured.
+    """
 
     records: Sequence[RequestRecord]
     peak_memory_bytes: int
     device: str
     dtype: str
     threads: int
+    start_seconds: float | None = None
+    model: ModelConfig | None = None
 
     @property
     def seconds(self) -> float:
@@ -54,6 +60,7 @@ def make_report(measurement: Measurement, *, workload: str, model: str) -> Repor
     records, seconds = measurement.records, measurement.seconds
     num_output_tokens = sum(record.num_output_tokens for record in records)
     num_tokens = num_output_tokens + sum(record.num_prompt_tokens for record in records)
+    start = {} if measurement.start_seconds is None else {"start_seconds": round(measurement.start_seconds, 3)}
     return {
         "requests_per_second": round(len(records) / seconds, 4),
         "output_tokens_per_second": round(num_output_tokens / seconds, 2),
@@ -61,6 +68,7 @@ def make_report(measurement: Measurement, *, workload: str, model: str) -> Repor
         "ttft_ms": _percentiles_ms([record.time_to_first_token for record in records]),
         "tpot_ms": _percentiles_ms([record.time_per_output_token for record in records]),
         "peak_memory_bytes": measurement.peak_memory_bytes,
+        **start,
         "workload": workload,
         "model": model,
         "device": measurement.device,
