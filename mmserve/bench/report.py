@@ -34,6 +34,10 @@ class RequestRecord:
         """Mean gap between its tokens after the first."""
         return (self.last_token - self.first_token) / max(self.num_output_tokens - 1, 1)
 
+    @property
+    def end_to_end(self) -> float:
+        return self.last_token - self.offered
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -52,21 +56,33 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        return max(record.last_token for record in self.records) - min(record.offered for record in self.records)
+        return total_seconds(self.records)
 
 
-def make_report(measurement: Measurement, *, workload: str, model: str) -> Report:
-    """The figures of one round, ready for JSON."""
-    records, seconds = measurement.records, measurement.seconds
+def total_seconds(records: Sequence[RequestRecord]) -> float:
+    """From the first request offered to the last token."""
+    return max(record.last_token for record in records) - min(record.offered for record in records)
+
+
+def speed_report(records: Sequence[RequestRecord]) -> Report:
+    """Rates and latencies of one round, ready for JSON."""
+    seconds = total_seconds(records)
     num_output_tokens = sum(record.num_output_tokens for record in records)
     num_tokens = num_output_tokens + sum(record.num_prompt_tokens for record in records)
-    start = {} if measurement.start_seconds is None else {"start_seconds": round(measurement.start_seconds, 3)}
     return {
         "requests_per_second": round(len(records) / seconds, 4),
         "output_tokens_per_second": round(num_output_tokens / seconds, 2),
         "total_tokens_per_second": round(num_tokens / seconds, 2),
-        "ttft_ms": _percentiles_ms([record.time_to_first_token for record in records]),
-        "tpot_ms": _percentiles_ms([record.time_per_output_token for record in records]),
+        "ttft_ms": percentiles_ms([record.time_to_first_token for record in records]),
+        "tpot_ms": percentiles_ms([record.time_per_output_token for record in records]),
+    }
+
+
+def make_report(measurement: Measurement, *, workload: str, model: str) -> Report:
+    """The figures of one round, ready for JSON."""
+    start = {} if measurement.start_seconds is None else {"start_seconds": round(measurement.start_seconds, 3)}
+    return {
+        **speed_report(measurement.records),
         "peak_memory_bytes": measurement.peak_memory_bytes,
         **start,
         "workload": workload,
@@ -104,6 +120,6 @@ def _speed(report: Report) -> float:
     return float(report["output_tokens_per_second"])
 
 
-def _percentiles_ms(seconds: list[float]) -> dict[str, float]:
+def percentiles_ms(seconds: list[float]) -> dict[str, float]:
     p50, p99 = np.percentile(seconds, [50, 99]) * 1000
     return {"p50": round(float(p50), 3), "p99": round(float(p99), 3)}

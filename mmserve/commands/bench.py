@@ -82,6 +82,50 @@ def throughput(
 
 
 @app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    workload: Annotated[str, typer.Option("--workload", "-w", help=f"What is sent. {WORKLOAD_HELP}.")] = "C1",
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE", help="Requests a second, at random moments from a fixed seed.", show_default=False
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests at a time, if not the workload's own.", show_default=False)
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Number of prompts, if not the workload's own.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Name of the model, if not the first that is served.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds without a word from the server that end a request.")] = 600.0,
+    output: OutputOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Send a workload to a running server, streamed; print speed, latencies and failures.
+
+    Latencies are in milliseconds: ttft to the first text, tpot between later tokens, e2e to the last. Requests that
+    failed are counted by the server's code and are in no other figure. The same prompts as `bench throughput` are sent,
+    so restart the server, or its cache knows them.
+
+    \b
+    Examples:
+      mmserve bench serve --workload T1 --request-rate 20
+      mmserve bench serve --url http://127.0.0.1:9000 --workload C1 --concurrency 4 --num-prompts 32
+    """
+    _check_output(output)
+    work = build_workload(workload, num_prompts)
+    from mmserve.bench.serve import Pace, run_serve
+
+    pace = Pace(request_rate, concurrency)
+    with _progress(quiet) as on_progress:
+        report = run_serve(url, work, pace, model=model, timeout=timeout, on_progress=on_progress)
+    _write(report, output)
+
+
+@app.command()
 @with_option_groups
 def vision(
     workload: Annotated[
