@@ -40,17 +40,17 @@ CHUNK_TILES = {
     (4, 128, 64): Tiles(32, 8, 2),
     (4, 128, 128): Tiles(32, 8, 2),
 }
-TILE_SIZES = (64, 128)
+QUERY_TILES = (64, 128)
 
 
-def tile_size(query_lens: Sequence[int]) -> int:
+def query_tile(query_lens: Sequence[int]) -> int:
     """Queries a tile for a step: the smaller where the larger would stay half empty."""
-    return TILE_SIZES[0] if max(query_lens, default=0) <= TILE_SIZES[0] else TILE_SIZES[1]
+    return QUERY_TILES[0] if max(query_lens, default=0) <= QUERY_TILES[0] else QUERY_TILES[1]
 
 
-def query_tiles(query_lens: Sequence[int], tile: int = TILE_SIZES[1]) -> npt.NDArray[np.int32]:
+def query_tiles(query_lens: Sequence[int], query_tile: int = QUERY_TILES[1]) -> npt.NDArray[np.int32]:
     """The tiles of a step, `[N, 2]`: sequence, first query in it. The latest come first, which see most keys."""
-    tiles = [(i, first) for i, query_len in enumerate(query_lens) for first in range(0, query_len, tile)]
+    tiles = [(i, first) for i, query_len in enumerate(query_lens) for first in range(0, query_len, query_tile)]
     return np.array(sorted(tiles, key=lambda each: -each[1]), dtype=np.int32).reshape(-1, 2)
 
 
@@ -63,18 +63,20 @@ def paged_attention_chunk(
     tiles: torch.Tensor,
     scale: float,
     *,
-    tile: int = TILE_SIZES[1],
+    query_tile: int = QUERY_TILES[1],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last queries of each sequence, `[T, H, D]` packed at `query_starts` `[S + 1]`, attend to what precedes them.
 
-    Query i of n, in a context of c tokens, sees the first c - n + i + 1. `tiles` are `query_tiles` of this `tile`.
+    Query i of n, in a context of c tokens, sees the first c - n + i + 1. `tiles` are `query_tiles` of this `query_tile`.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2:4]
     block_d, out = padded_head_dim(head_dim), torch.empty_like(q) if out is None else out
-    choice = CHUNK_TILES[q.element_size(), tile, block_d]
-    assert all(x.is_contiguous() for x in (q, kv_cache, query_starts, context_lens, tiles, out)), "see the strides"
+    choice = CHUNK_TILES[q.element_size(), query_tile, block_d]
+    assert all(x.is_contiguous() for x in (q, kv_cache, query_starts, context_lens, tiles, out)), (
+        "only tables may have a stride"
+    )
     assert block_tables.stride(1) == 1, "a table's blocks lie side by side"
     assert choice.block_n % block_size == 0, "a tile of keys is made of whole blocks"
     _chunk_kernel[(len(tiles), num_heads)](
@@ -90,7 +92,7 @@ def paged_attention_chunk(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         GROUP=num_heads // num_kv_heads,
-        BLOCK_M=tile,
+        BLOCK_M=query_tile,
         BLOCK_N=choice.block_n,
         BLOCK_D=block_d,
         PRECISION=dot_precision(q.dtype),
