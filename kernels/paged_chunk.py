@@ -68,7 +68,7 @@ def paged_attention_chunk(
 ) -> torch.Tensor:
     """The last queries of each sequence, `[T, H, D]` packed at `query_starts` `[S + 1]`, attend to what precedes them.
 
-    Query i of n, in a context of c tokens, sees the first c - n + i + 1. `tiles` are `query_tiles` of this `query_tile`.
+    Query i of n, in a context of c tokens, sees the first c - n + i + 1. `tiles` are the `query_tiles` of `query_tile`.
     """
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2:4]

@@ -4,6 +4,8 @@ Shapes: T tokens of a step, H query heads, KV key/value heads, D head size, L co
 `[num_blocks, 2, KV, block_size, D]`, K before V; a slot is `block_id * block_size + offset`.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
@@ -69,7 +71,8 @@ def rotate_and_store(
 
     With weights `[D]` the heads of q and k are normed before (Qwen3, Yang et al. 2025).
     """
-    q, k, v = qkv.split((num_heads, kv_cache.shape[2], kv_cache.shape[2]), dim=1)
+    num_rotated = num_heads + kv_cache.shape[2]
+    q, k, v = qkv[:, :num_heads], qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     store_kv(apply_rotary(k, cos, sin), v, kv_cache, slot_mapping)
@@ -121,7 +124,7 @@ def paged_attention_chunk(
     cover all queries, `query_tile` each. The result goes to `out` where that is given.
     """
     out, starts = torch.empty_like(q) if out is None else out, query_starts.tolist()
-    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    lengths = [stop - start for start, stop in pairwise(starts)]
     expected = {(i, first) for i, length in enumerate(lengths) for first in range(0, length, query_tile)}
     assert {(i, first) for i, first in tiles.tolist()} == expected, "the tiles do not cover the queries"
     for i, context_len in enumerate(context_lens.tolist()):
