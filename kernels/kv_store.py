@@ -87,7 +87,7 @@ def _cache_rows(kv_cache, slot, o_kv, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.c
     return kv_cache + (i_block * (2 * NUM_KV_HEADS) + o_kv) * (BLOCK_SIZE * HEAD_DIM) + i_offset * HEAD_DIM
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _store_kernel(
     k, v, k_stride, v_stride, kv_cache, slot_mapping,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -107,7 +107,7 @@ def _store_kernel(
     tl.store(p_k + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, b_v, mask=m_values)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_kernel(
     q, qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,

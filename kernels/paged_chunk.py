@@ -102,7 +102,11 @@ def paged_attention_chunk(
     return out
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# The engine cuts these out of a step's tensors, anywhere: their alignment must not compile anything anew.
+_CUT_ANYWHERE = ["block_tables", "query_starts", "context_lens", "tiles"]
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_CUT_ANYWHERE)
 def _chunk_kernel(
     out,
     q,

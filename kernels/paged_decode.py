@@ -186,13 +186,17 @@ def _attend_shared(
     return partial
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# The engine cuts these out of a step's tensors, anywhere: their alignment must not compile anything anew.
+_CUT_ANYWHERE = ["block_tables", "context_lens", "num_shared_blocks"]
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_CUT_ANYWHERE)
 def _shared_kernel(
     partial_values,
     partial_lse,
     q,
     kv_cache,
-    shared_table,
+    block_tables,
     num_shared_blocks,
     scale,
     num_rows,
@@ -218,11 +222,11 @@ def _shared_kernel(
     whole = first + (end - first) // BLOCK_N * BLOCK_N
     b_acc, b_max, b_sum = empty_softmax(BLOCK_M, BLOCK_D)
     b_acc, b_max, b_sum = attend(
-        b_acc, b_max, b_sum, b_q, p_keys, shared_table, first, whole, o_m, scale, num_kv_heads,
+        b_acc, b_max, b_sum, b_q, p_keys, block_tables, first, whole, o_m, scale, num_kv_heads,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False, PRECISION,
     )  # fmt: skip
     b_acc, b_max, b_sum = attend(
-        b_acc, b_max, b_sum, b_q, p_keys, shared_table, whole, end, o_m, scale, num_kv_heads,
+        b_acc, b_max, b_sum, b_q, p_keys, block_tables, whole, end, o_m, scale, num_kv_heads,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, False, PRECISION,
     )  # fmt: skip
     o_partial = i_split * (num_rows * num_kv_heads) + o_heads
@@ -230,7 +234,7 @@ def _shared_kernel(
     tl.store(partial_lse + o_partial, b_max + tl.log2(b_sum), mask=m_m)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_shared_splits"])
+@triton.jit(do_not_specialize=["table_stride", "num_shared_splits"], do_not_specialize_on_alignment=_CUT_ANYWHERE)
 def _decode_kernel(
     out,
     q,
