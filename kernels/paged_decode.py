@@ -44,7 +44,7 @@ SHARED_TILES = {
     (4, 128): Tiles(32, 8, 2),
 }
 # Keys are split while there are fewer programs than this for a processor.
-PROGRAMS_PER_PROCESSOR = 8
+PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 32
 SHARED_PROGRAMS_PER_PROCESSOR = 1
 MAX_SHARED_SPLITS = 8
