@@ -36,13 +36,9 @@ DECODE_TILES = {
     (4, 64): Tiles(32, 4, 2),
     (4, 128): Tiles(32, 4, 2),
 }
-# For the blocks that all share: by bytes an element and rows of queries a tile, 64 for up to 64 rows.
-SHARED_TILES = {
-    (2, 64): Tiles(64, 4, 3),
-    (2, 128): Tiles(64, 8, 3),
-    (4, 64): Tiles(32, 4, 2),
-    (4, 128): Tiles(32, 8, 2),
-}
+# For the blocks that all share: by bytes an element, and rows of queries a tile.
+SHARED_TILES = {2: Tiles(64, 8, 3), 4: Tiles(32, 8, 2)}
+SHARED_ROWS = 128
 # Keys are split while there are fewer programs than this for a processor.
 PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 32
@@ -78,8 +74,10 @@ def paged_attention_decode(
     assert all(x.is_contiguous() for x in (q, kv_cache, context_lens, out)), "only tables may have a stride"
     assert block_tables.stride(1) == 1, "a table's blocks lie side by side"
     assert tiles.block_n % block_size == 0, "a tile of keys is made of whole blocks"
-    splits = num_splits(num_sequences * num_kv_heads, max_context_len, tiles.block_n, num_processors(q.device))
-    partial = _new_partial(splits, tiles.block_n, q) if splits > 1 else _Partial()
+    most_splits = max_splits(num_sequences * num_kv_heads, num_processors(q.device))
+    splits = min(most_splits, -(-max_context_len // tiles.block_n))
+    # Of the context's length nothing is compiled anew: what may be split has the kernel for it.
+    partial = _new_partial(splits, tiles.block_n, q) if most_splits > 1 else _Partial()
     shared = _Partial()
     if num_shared_blocks is not None:
         shared = _attend_shared(q, kv_cache, block_tables, num_shared_blocks, scale)
@@ -93,7 +91,7 @@ def paged_attention_decode(
         scale * math.log2(math.e),
         partial.values,
         partial.lse,
-        _arrivals(q.device) if splits > 1 else None,
+        _arrivals(q.device) if most_splits > 1 else None,
         num_shared_blocks,
         shared.values,
         shared.lse,
@@ -113,12 +111,11 @@ def paged_attention_decode(
     return out
 
 
-def num_splits(num_rows: int, max_context_len: int, block_n: int, num_processors: int) -> int:
+def max_splits(num_rows: int, num_processors: int) -> int:
     """Into how many parts contexts are cut at most, for so many rows (a sequence and KV head each)."""
     if num_rows > MAX_COUNTED:
         return 1
-    wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_rows)
-    return max(1, min(wanted, -(-max_context_len // block_n), MAX_SPLITS))
+    return min(-(-PROGRAMS_PER_PROCESSOR * num_processors // num_rows), MAX_SPLITS)
 
 
 def num_shared_splits(num_tiles: int, num_kv_heads: int, num_processors: int) -> int:
@@ -160,8 +157,7 @@ def _attend_shared(
     num_sequences, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     num_rows = num_sequences * (num_heads // num_kv_heads)
-    block_m = 64 if num_rows <= 64 else 128
-    tiles, num_tiles = SHARED_TILES[q.element_size(), block_m], -(-num_rows // block_m)
+    tiles, num_tiles = SHARED_TILES[q.element_size()], -(-num_rows // SHARED_ROWS)
     splits = num_shared_splits(num_tiles, num_kv_heads, num_processors(q.device))
     partial = _new_partial(splits, tiles.block_n, q)
     _shared_kernel[(num_tiles, num_kv_heads, splits)](
@@ -176,7 +172,7 @@ def _attend_shared(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         GROUP=num_heads // num_kv_heads,
-        BLOCK_M=block_m,
+        BLOCK_M=SHARED_ROWS,
         BLOCK_N=tiles.block_n,
         BLOCK_D=padded_head_dim(head_dim),
         PRECISION=dot_precision(q.dtype),

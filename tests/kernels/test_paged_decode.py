@@ -7,7 +7,7 @@ import torch
 from paged_cases import DEVICE, PagedCase, naive_attention, naive_rows, paged_case, relative_error
 
 from mmserve.kernels import paged_decode, reference
-from mmserve.kernels.paged_decode import num_shared_splits, num_splits, paged_attention_decode
+from mmserve.kernels.paged_decode import max_splits, num_shared_splits, paged_attention_decode
 
 SCALE = 0.17
 EDGES = [1, 15, 16, 17, 31, 33, 63, 64, 65, 129]
@@ -130,10 +130,12 @@ def test_the_result_goes_where_it_is_wanted() -> None:
 
 
 def test_numbers_of_splits() -> None:
-    assert num_splits(256 * 32, 4096, 64, 132) == 1
-    assert num_splits(32, 300, 64, 132) == 5
-    assert num_splits(4, 8192, 64, 132) == paged_decode.MAX_SPLITS
-    assert num_splits(paged_decode.MAX_COUNTED + 1, 8192, 64, 10**6) == 1
+    programs = paged_decode.PROGRAMS_PER_PROCESSOR * 132
+    assert max_splits(256 * 32, 132) == 1
+    assert max_splits(programs, 132) == 1
+    assert max_splits(programs - 1, 132) == 2
+    assert max_splits(1, 132) == paged_decode.MAX_SPLITS
+    assert max_splits(paged_decode.MAX_COUNTED + 1, 10**6) == 1
     assert num_shared_splits(2, 32, 132) == 2
     assert num_shared_splits(100, 32, 132) == 1
     assert num_shared_splits(1, 1, 132) == paged_decode.MAX_SHARED_SPLITS
