@@ -40,7 +40,14 @@ def _dims(head_dim: int) -> tuple[int, int]:
 
 @triton.jit
 def _load_rows(
-    p_head, o_rows, length, row_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr
+    p_head,
+    o_rows,
+    length,
+    row_stride,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Columns FIRST to FIRST + WIDTH of rows of one head, `[rows, WIDTH]`; zeros from row `length` and column DIM on."""
     o_dims = FIRST + tl.arange(0, WIDTH)
