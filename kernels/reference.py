@@ -112,6 +112,7 @@ def sample(
     limit = torch.where(greedy[:, None], 0.0, limit)
     weights = torch.where(gaps <= limit, (-gaps / temperature).double().exp(), 0.0)
     ends = weights.cumsum(dim=-1)
-    share = torch.where(greedy, 0.0, uniform.double()).clamp(max=1 - 2.0**-52)
+    # A float64 below 1 may have become 1 on its way.
+    share = torch.where(greedy, 0.0, uniform.double().clamp(max=1 - 2.0**-24))
     drawn = torch.searchsorted(ends, share[:, None] * ends[:, -1:], right=True)
     return drawn.clamp(max=vocab_size - 1).squeeze(1)

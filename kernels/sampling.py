@@ -89,19 +89,25 @@ def _bounds(p_row, vocab_size, BLOCK: tl.constexpr):
         b_x = _load_logits(p_row, start + tl.arange(0, BLOCK), vocab_size)
         b_max = tl.maximum(b_max, b_x)
         b_min = tl.minimum(b_min, tl.where(b_x >= -_GREATEST, b_x, _GREATEST))
-    return tl.max(b_max, axis=0), tl.min(b_min, axis=0)
+    best = tl.max(b_max, axis=0)
+    return best, tl.minimum(tl.min(b_min, axis=0), best)
+
+
+@triton.jit
+def _weights(b_gap, slope, limit):
+    """`2 ** (-slope * gap)` where the gap is at most `limit`, else 0."""
+    return tl.where(b_gap <= limit, tl.exp2(-slope * tl.minimum(b_gap, limit)), 0.0)
 
 
 @triton.jit
 def _weigh(p_row, best, slope, limit, vocab_size, BLOCK: tl.constexpr):
-    """How many tokens have a gap of at most `limit`, and what they weigh: `2 ** (-slope * gap)` each."""
+    """How many tokens have a gap of at most `limit`, and what they weigh."""
     b_count = tl.zeros([BLOCK], dtype=tl.int32)
     b_weight = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
         b_gap = _load_gaps(p_row, best, start + tl.arange(0, BLOCK), vocab_size)
-        m_kept = b_gap <= limit
-        b_count += m_kept.to(tl.int32)
-        b_weight += tl.where(m_kept, tl.exp2(-slope * b_gap), 0.0)
+        b_count += (b_gap <= limit).to(tl.int32)
+        b_weight += _weights(b_gap, slope, limit)
     return tl.sum(b_count, axis=0), tl.sum(b_weight, axis=0)
 
 
@@ -154,9 +160,9 @@ def _narrow(
     `limit` is one that does, with the `count` and `weight` of its tokens.
     """
     # Bits of gaps: `low` is known not to do (-1: no token), `high` does.
-    low, low_count, low_weight = count * 0 - 1, count * 0, weight * 0.0
-    high = limit.to(tl.int32, bitcast=True)
-    step = count * 0
+    low, high = tl.full([], -1, tl.int32), limit.to(tl.int32, bitcast=True)
+    low_count, low_weight = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float32)
+    step = tl.full([], 0, tl.int32)
     while (count - low_count > CANDIDATES) & (high - low > 1):
         middle = _midpoint(low, high, step)
         middle_count, middle_weight = _weigh(p_row, best, slope, _as_float(middle), vocab_size, BLOCK)
@@ -188,7 +194,7 @@ def _draw(p_row, best, slope, limit, uniform, vocab_size, BLOCK: tl.constexpr, T
     b_tiles = tl.zeros([TILES], dtype=tl.float32)
     for start in range(0, vocab_size, BLOCK):
         b_gap = _load_gaps(p_row, best, start + o_lanes, vocab_size)
-        b_weight = tl.where(b_gap <= limit, tl.exp2(-slope * b_gap), 0.0)
+        b_weight = _weights(b_gap, slope, limit)
         b_tiles = tl.where(o_tiles == start // BLOCK, tl.sum(b_weight, axis=0), b_tiles)
     b_before = tl.cumsum(b_tiles, axis=0) - b_tiles
     target = uniform * tl.sum(b_tiles, axis=0)
@@ -196,7 +202,7 @@ def _draw(p_row, best, slope, limit, uniform, vocab_size, BLOCK: tl.constexpr, T
     i_tile = tl.max(tl.where((b_tiles > 0.0) & (b_before <= target), o_tiles, 0), axis=0)
     rest = target - tl.sum(tl.where(o_tiles == i_tile, b_before, 0.0), axis=0)
     b_gap = _load_gaps(p_row, best, i_tile * BLOCK + o_lanes, vocab_size)
-    b_weight = tl.where(b_gap <= limit, tl.exp2(-slope * b_gap), 0.0)
+    b_weight = _weights(b_gap, slope, limit)
     b_before = tl.cumsum(b_weight, axis=0) - b_weight
     i_lane = tl.max(tl.where((b_weight > 0.0) & (b_before <= rest), o_lanes, 0), axis=0)
     return i_tile * BLOCK + i_lane
@@ -223,24 +229,25 @@ def _sample_kernel(
     temperature, uniform = tl.load(temperatures + i_row), tl.load(uniforms + i_row)
     top_k, top_p, min_p = tl.load(top_ks + i_row), tl.load(top_ps + i_row), tl.load(min_ps + i_row)
     best, worst = _bounds(p_row, vocab_size, BLOCK)
-    limit, slope = best * 0.0, _LOG2_E + best * 0.0
-    if temperature > 0.0:
-        slope = _LOG2_E / temperature
-        limit = tl.minimum(tl.maximum(best - worst, 0.0), _MAX_LOG_RATIO * temperature)
-        if (top_k < vocab_size) | (top_p < 1.0):
-            count, weight = _weigh(p_row, best, slope, limit, vocab_size, BLOCK)
-            if top_k < count:
-                limit, count, weight = _narrow(
-                    p_row, p_candidates, best, slope, limit, count, weight, top_k, True, vocab_size, BLOCK, CANDIDATES
-                )
-            if top_p < 1.0:
-                target = top_p * weight
-                limit, count, weight = _narrow(
-                    p_row, p_candidates, best, slope, limit, count, weight, target, False, vocab_size, BLOCK, CANDIDATES
-                )
-        limit = tl.minimum(limit, tl.abs(temperature * tl.log(tl.maximum(min_p, _LEAST))))
-    else:
-        uniform = uniform * 0.0
+    # A greedy row is one whose filters leave the best, and of those that tie the first.
+    is_random = temperature > 0.0
+    temperature = tl.where(is_random, temperature, 1.0)
+    # A float64 below 1 may have become 1 on its way.
+    uniform = tl.where(is_random, tl.minimum(uniform, 1.0 - 2.0**-24), 0.0)
+    slope = _LOG2_E / temperature
+    limit = tl.where(is_random, tl.minimum(best - worst, _MAX_LOG_RATIO * temperature), 0.0)
+    if is_random & ((top_k < vocab_size) | (top_p < 1.0)):
+        count, weight = _weigh(p_row, best, slope, limit, vocab_size, BLOCK)
+        if top_k < count:
+            limit, count, weight = _narrow(
+                p_row, p_candidates, best, slope, limit, count, weight, top_k, True, vocab_size, BLOCK, CANDIDATES
+            )
+        if top_p < 1.0:
+            target = top_p * weight
+            limit, count, weight = _narrow(
+                p_row, p_candidates, best, slope, limit, count, weight, target, False, vocab_size, BLOCK, CANDIDATES
+            )
+    limit = tl.minimum(limit, tl.abs(temperature * tl.log(tl.maximum(min_p, _LEAST))))
     token_id = _draw(p_row, best, slope, limit, uniform, vocab_size, BLOCK, TILES)
     tl.store(out + i_row, token_id.to(tl.int64))
 

@@ -23,7 +23,7 @@ def query_tile(lengths: Sequence[int]) -> int:
 
 
 def query_tiles(lengths: Sequence[int], query_tile: int) -> torch.Tensor:
-    """Rows (sequence, first row of the tile inside the sequence), int32 `[N, 2]` on the CPU; longest sequences first."""
+    """Rows (sequence, first row inside the sequence), int32 `[N, 2]` on the CPU; longest sequences first."""
     by_length = torch.tensor(lengths, dtype=torch.int64)
     by_length, sequences = by_length.sort(descending=True, stable=True)
     counts = (by_length + query_tile - 1) // query_tile
@@ -49,7 +49,7 @@ def _load_rows(
     DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Columns FIRST to FIRST + WIDTH of rows of one head, `[rows, WIDTH]`; zeros from row `length` and column DIM on."""
+    """Columns from FIRST on of one head's rows, `[rows, WIDTH]`; zeros from row `length` and from column DIM on."""
     o_dims = FIRST + tl.arange(0, WIDTH)
     p_rows = p_head + o_rows[:, None] * row_stride + o_dims[None, :]
     if MASKED or FIRST + WIDTH > DIM:
@@ -153,7 +153,7 @@ def _varlen_kernel(
         state = _attend(
             state, b_q, b_q_tail, p_k, p_v, full, length, k_stride, v_stride, scale, DIM, MAIN, TAIL, KEYS, True
         )
-    b_out, b_out_tail, b_sum, b_max = state
+    b_out, b_out_tail, b_sum, _ = state
     p_out = out + i_start * (HEADS * DIM) + i_head * DIM
     _store_rows(p_out, b_out / b_sum[:, None], o_rows, length, HEADS * DIM, 0, MAIN, DIM)
     if TAIL > 0:
