@@ -9,6 +9,8 @@ from mmserve.errors import RequestError, SetupError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+VisionAttentionName = Literal["auto", "torch", "triton", "xformers"]
+PixelsOnName = Literal["auto", "worker", "device"]
 GIB = 1024**3
 
 
@@ -260,6 +262,18 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """How pictures are encoded: what computes the encoder's attention, and where pictures are scaled and cut.
+
+    `pixels_on` is `worker` for the preprocessing processes, `device` for the engine's device; `auto` is the device
+    where that is a GPU.
+    """
+
+    attention: VisionAttentionName = "auto"
+    pixels_on: PixelsOnName = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread.
 
@@ -280,6 +294,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
 
     def __post_init__(self) -> None:
         _check(self.max_model_len is None or self.max_model_len >= 2, "max-model-len", "must be at least 2")

@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from mmserve.config import CacheConfig, DTypeName, EngineConfig, LoadFormat, SchedulerConfig, parse_bytes
+from mmserve.config import (
+    CacheConfig,
+    DTypeName,
+    EngineConfig,
+    LoadFormat,
+    PixelsOnName,
+    SchedulerConfig,
+    VisionAttentionName,
+    VisionConfig,
+    parse_bytes,
+)
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 from mmserve.vision.image_source import PixelLimits
@@ -88,6 +98,14 @@ class EngineOptions:
     encoder_cache_tokens: Annotated[int, _engine(min=1, help="Image tokens that are kept once they were encoded.")] = (
         SchedulerConfig.encoder_cache_tokens
     )
+    vision_attention: Annotated[
+        VisionAttentionName,
+        _engine(help="What computes the attention of the vision encoder; auto is what is fastest on the device."),
+    ] = "auto"
+    pixels_on: Annotated[
+        PixelsOnName,
+        _engine(help="Where pictures are scaled and cut: in a worker or on the device; auto is there on a GPU."),
+    ] = "auto"
     block_size: Annotated[int, _engine(min=1, help="Tokens in one block of the KV cache.")] = CacheConfig.block_size
     kv_cache_memory_bytes: Annotated[
         str | None, _engine(metavar="SIZE", help="Memory of the KV cache, such as 512MiB; 2GiB on a CPU.")
@@ -140,6 +158,7 @@ class EngineOptions:
                 max_encoder_tokens=self.max_encoder_tokens,
                 encoder_cache_tokens=self.encoder_cache_tokens,
             ),
+            vision=VisionConfig(attention=self.vision_attention, pixels_on=self.pixels_on),
         )
 
 
@@ -186,15 +205,9 @@ class VisionOptions:
 
     def open_prompts(self, client: "EngineClient", pages: PageLimits) -> "PromptBuilder":
         """What turns messages into prompts of the client's model; close it when done."""
-        from mmserve.engine.prompt_builder import PromptBuilder
+        from mmserve.engine.prompt_factory import open_prompts
 
-        limits, processor = self.to_limits(), client.image_processor
-        if processor is None:
-            return PromptBuilder(client.tokenizer, limits=limits)
-        from mmserve.vision.preprocess_pool import PreprocessPool
-
-        pool = PreprocessPool(processor, self.num_preprocess_workers, pages, settle=client.settle)
-        return PromptBuilder(client.tokenizer, processor, pool, limits=limits)
+        return open_prompts(client, num_workers=self.num_preprocess_workers, limits=self.to_limits(), pages=pages)
 
 
 @dataclass(frozen=True, kw_only=True)

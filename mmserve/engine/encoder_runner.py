@@ -11,13 +11,20 @@ from mmserve.engine.scheduler import ScheduledSequence
 from mmserve.kernels.transfer import Event, record_event
 from mmserve.models.registry import VisionLanguageModel
 from mmserve.request import ImageSpan
-from mmserve.vision.patches import load as load_patches
+from mmserve.vision.pixel_loader import PixelLoader
+
+
+# Width and height of A4 at 150 dpi, the resolution at which pages of documents are drawn.
+_PAGE = (1240, 1754)
+# After so many, lengths that come often have what is made for them alone.
+_NUM_WARM_UPS = 5
 
 
 class EncoderRunner:
-    def __init__(self, model: object, cache: EncoderCache, device: torch.device) -> None:
+    def __init__(self, model: object, cache: EncoderCache, pixels: PixelLoader, device: torch.device) -> None:
         self.cache = cache
         self._model = model
+        self._pixels = pixels
         self._device = device
         self._timed: deque[tuple[int, Event, Event]] = deque()
 
@@ -41,6 +48,16 @@ class EncoderRunner:
             self._encode(images)
             self.cache.work.add(num_tokens, time.perf_counter() - started)
 
+    @torch.inference_mode()
+    def warm_up(self, max_encoder_tokens: int) -> None:
+        """Encode white pages, one at a time and as many at once as a step may: no picture pays for what is lazy."""
+        assert isinstance(self._model, VisionLanguageModel)
+        page = self._pixels.blank(*_PAGE)
+        for _ in range(_NUM_WARM_UPS):
+            encoded = self._model.encode_images(page)
+        num_tokens = sum(len(tokens) for tokens in encoded)
+        self._model.encode_images(page * max(max_encoder_tokens // num_tokens, 1))
+
     def place(self, embedded: torch.Tensor, rows: Rows[ScheduledSequence]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Embeddings `[T, hidden]` with images' in the placeholders' rows; and the deepstack features if any."""
         hidden, features, first_row = embedded.shape[1], None, 0
@@ -61,8 +78,8 @@ class EncoderRunner:
 
     def _encode(self, images: Rows[ImageSpan]) -> None:
         assert isinstance(self._model, VisionLanguageModel)
-        patches = [load_patches(image.patches, self._device) for image in images if image.patches is not None]
-        for image, embeddings in zip(images, self._model.encode_images(patches), strict=True):
+        encoded = self._model.encode_images(self._pixels.load(images))
+        for image, embeddings in zip(images, encoded, strict=True):
             # A copy: slices of one batch would keep the whole of it alive as long as the last of them.
             self.cache.put(image.content_hash, embeddings.clone() if len(images) > 1 else embeddings)
 

@@ -22,6 +22,8 @@ from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
 from mmserve.models.registry import model_class
 from mmserve.request import SampledToken, SamplingParams, Sequence
+from mmserve.vision.pixel_loader import PixelLoader
+from mmserve.vision.preprocess import load_processor
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
@@ -59,10 +61,11 @@ class ModelRunner:
         self._config = config
         self._attention = self._attention_backend()
         reader = WeightReader(checkpoint)
-        loader = LayerLoader(reader, self.dtype, self.device)
+        loader = LayerLoader(reader, self.dtype, self.device, config.vision.attention)
         self._model = model_class(self.model_config.architecture)(loader, self.model_config, self._attention)
         reader.finish()
-        self.encoder = EncoderRunner(self._model, encoder_cache, self.device)
+        pixels = PixelLoader(load_processor(checkpoint), self.device)
+        self.encoder = EncoderRunner(self._model, encoder_cache, pixels, self.device)
         self._sampler = Sampler(eos_token_ids=self.model_config.eos_token_ids)
         self._has_multiple_axes = has_multiple_axes(self.model_config.rope)
         self._inputs = InputBuilder(has_multiple_axes=self._has_multiple_axes)
