@@ -85,6 +85,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether a choice depends on the tokens chosen before it by more than their number."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -142,7 +147,11 @@ class SequenceStatus(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One request's tokens and progress. `num_computed_tokens` of them have their K and V in `block_ids`."""
+    """One request's tokens and progress.
+
+    `num_computed_tokens` of them have their K and V in `block_ids`, or will have before any step launched from now on.
+    `num_pending_tokens` more were sampled by steps whose results are still to come.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -155,6 +164,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
 

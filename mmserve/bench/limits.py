@@ -224,14 +224,14 @@ def decoder_limit(cost: DecoderCost, shapes: Sequence[PromptShape], max_tokens: 
 
 def page_limit(
     config: ModelConfig,
-    grids: Sequence[tuple[int, int]],
+    layouts: Sequence[tuple[int, ...]],
     shapes: Sequence[PromptShape],
     max_tokens: int,
     ceilings: Ceilings,
     *,
     num_bytes: int = 2,
 ) -> Limit | None:
-    """Of pages of (rows, columns) patches, each encoded once, and of the prompts about them, all at once.
+    """Of pages whose patches lie as (1, rows, columns), each encoded once, and of the prompts about them, all at once.
 
     Where several prompts are about one page, its tokens are cached and shared in all but the first. None for a vision
     tower that is not Qwen's.
@@ -239,6 +239,7 @@ def page_limit(
     model_type = str(config.multimodal.get("model_type"))
     if config.vision is None or not model_type.startswith("qwen"):
         return None
+    grids = [(rows, columns) for _, rows, columns in layouts]
     tower = QwenTowerCost(QwenVitConfig.from_hf(model_type, config.vision), num_bytes).pictures(grids)
     limit = decoder_limit(DecoderCost(config, num_bytes), shapes, max_tokens, ceilings)
     return Limit(tower.seconds(ceilings), 0.0, 0.0, tower, ceilings) + limit

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from mmserve.bench.limits import Ceilings
 
 app = typer.Typer(no_args_is_help=True)
+CeilingsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPERATIONS,BYTES",
+        help="What the device does in a second at best, such as 789e12,4.27e12; measured on a GPU if not given.",
+    ),
+]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON to this file as well.")
 ]
@@ -44,13 +51,7 @@ def throughput(
     baseline: Annotated[
         Literal["transformers"] | None, typer.Option(help="Also run this, round by round in turn with mmserve.")
     ] = None,
-    ceilings: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OPERATIONS,BYTES",
-            help="What the device does in a second at best, such as 789e12,4.27e12; measured on a GPU if not given.",
-        ),
-    ] = None,
+    ceilings: CeilingsOption = None,
     output: OutputOption = None,
     quiet: QuietOption = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
@@ -71,7 +72,7 @@ def throughput(
     """
     _check_output(output)
     config, work = engine.to_config(), build_workload(workload, num_prompts)
-    chosen = None if ceilings is None else _read_ceilings(ceilings)
+    chosen = _read_ceilings(ceilings)
     from mmserve.bench.throughput import run_throughput
 
     with _progress(quiet) as on_progress:
@@ -144,9 +145,19 @@ def vision(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of answers in D1 and D2, if not theirs.", show_default=False)
     ] = None,
+    source: Annotated[
+        Literal["pixels", "png", "pdf"],
+        typer.Option(help="How D1 and D2 offer pages: as decoded pictures, as PNG files, or as one PDF of pictures."),
+    ] = "pixels",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Pages that are asked about twice in D1 and D2; rounds of encoder.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Pages that are asked about alone in D1 and D2, 3 if not given; rounds of encoder, 1.",
+            show_default=False,
+        ),
+    ] = None,
+    ceilings: CeilingsOption = None,
     output: OutputOption = None,
     quiet: QuietOption = False,
     pictures: VisionOptions = VisionOptions(),  # noqa: B008
@@ -155,20 +166,22 @@ def vision(
     """Offer pages to a vision-language model; print speed, latencies and memory.
 
     Pages of A4 at 150 dpi with random words, from fixed seeds; answers are greedy and of a fixed length. The clock
-    starts before a page is read from its file. Before D1 and D2, two questions about each of --rounds further pages
-    are asked, one after the other: same_page says how soon each is answered. Seconds of preprocessing and encoder are
-    sums over pages.
+    starts before a page is read or hashed. Before D1 and D2, two questions about each of --rounds further pages are
+    asked, one after the other: page_alone says how soon a page is answered that is the only one, and same_page how
+    much sooner when it is known. Seconds of preprocessing, which are those outside the engine, and of the encoder are
+    sums over pages. limit_seconds is what the device needs at least, for Qwen's towers.
 
     \b
     Examples:
       mmserve bench vision --model ORG/NAME --load-format dummy --workload D1 --num-pages 2 --max-tokens 8
+      mmserve bench vision --model shape:qwen2.5-vl-7b --load-format dummy --workload D1 --max-pixels 12845056
       mmserve bench vision --model FOLDER --workload encoder --rounds 3 --num-threads 2
       mmserve bench vision --model FOLDER --workload memory --kv-cache-memory-bytes 4MiB
     """
     _check_output(output)
-    config = engine.to_config()
+    config, chosen = engine.to_config(), _read_ceilings(ceilings)
     with _progress(quiet) as on_progress:
-        report = _run_vision(config, pictures, workload, num_pages, max_tokens, rounds, on_progress)
+        report = _run_vision(config, pictures, workload, source, num_pages, max_tokens, rounds, chosen, on_progress)
     _write(report, output)
 
 
@@ -176,16 +189,18 @@ def _run_vision(
     config: EngineConfig,
     pictures: VisionOptions,
     workload: str,
+    source: Literal["pixels", "png", "pdf"],
     num_pages: int | None,
     max_tokens: int | None,
-    rounds: int,
+    rounds: int | None,
+    ceilings: "Ceilings | None",
     on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     limits = pictures.to_limits()
     if workload == "encoder":
         from mmserve.bench.encoder import run_encoder
 
-        return run_encoder(config, num_pages=num_pages or 4, rounds=rounds, limits=limits, on_progress=on_progress)
+        return run_encoder(config, num_pages=num_pages or 4, rounds=rounds or 1, limits=limits, on_progress=on_progress)
     if workload == "memory":
         from mmserve.bench.image_memory import run_image_memory
 
@@ -200,10 +215,14 @@ def _run_vision(
 
     pages = build_page_workload(workload, num_pages, max_tokens)
     open_prompts = functools.partial(pictures.open_prompts, pages=PageLimits())
-    return run_vision(config, pages, open_prompts, rounds=rounds, on_progress=on_progress)
+    return run_vision(
+        config, pages, open_prompts, form=source, rounds=rounds or 3, ceilings=ceilings, on_progress=on_progress
+    )
 
 
-def _read_ceilings(text: str) -> "Ceilings":
+def _read_ceilings(text: str | None) -> "Ceilings | None":
+    if text is None:
+        return None
     from mmserve.bench.limits import parse_ceilings
 
     try:

@@ -144,13 +144,13 @@ def test_the_card_s_limit_is_the_known_one(name: str, tokens_per_second: float) 
 
 def test_a_page_goes_through_the_tower_first() -> None:
     config = ModelConfig.from_hf(SHAPES["qwen2.5-vl-7b"].config)
-    limit = page_limit(config, [(126, 88)], [PromptShape(2831)], 1, H200)
+    limit = page_limit(config, [(1, 126, 88)], [PromptShape(2831)], 1, H200)
     assert limit is not None
     # 632 million weights by 11,088 patches are 14 TFLOP, and 4 layers that see the whole page 2.5.
     assert limit.vision_seconds * H200.operations_per_second == pytest.approx(16.9e12, rel=0.03)
     assert limit.prompt_seconds == pytest.approx(0.0489, rel=0.01)
     assert limit.decoding_seconds == 0.0
-    twice = page_limit(config, [(126, 88)], [PromptShape(2831), PromptShape(2831, 2800, 2800)], 1, H200)
+    twice = page_limit(config, [(1, 126, 88)], [PromptShape(2831), PromptShape(2831, 2800, 2800)], 1, H200)
     assert twice is not None
     assert twice.vision_seconds == limit.vision_seconds
     assert twice.prompt_seconds < 1.05 * limit.prompt_seconds
@@ -158,7 +158,7 @@ def test_a_page_goes_through_the_tower_first() -> None:
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llava-1.5-7b"])
 def test_other_towers_have_no_limit(name: str) -> None:
-    assert page_limit(ModelConfig.from_hf(SHAPES[name].config), [(24, 24)], [PromptShape(600)], 1, H200) is None
+    assert page_limit(ModelConfig.from_hf(SHAPES[name].config), [()], [PromptShape(600)], 1, H200) is None
 
 
 def test_ceilings_are_read() -> None:
