@@ -37,8 +37,11 @@ def add_layer_norm(
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the halves of each head. x `[T, H, D]`; cos and sin `[T, 1, D]`, the first half of sin negated."""
-    return (x * cos).addcmul_(torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+    """Rotate the halves of each head. x `[T, H, D]`; cos and sin `[T, 1, D]`, the first half of sin negated.
+
+    Computed in the wider of the dtypes of x and cos, returned in the one of x.
+    """
+    return (x * cos).addcmul_(torch.roll(x, x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -149,3 +152,73 @@ def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: 
     scores = torch.einsum("thd,lhd->htl", q, k) * scale
     future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(first + 1)
     return torch.einsum("htl,lhd->thd", torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1), v)
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    *,
+    query_tile: int,
+) -> torch.Tensor:
+    """Each sequence of a packed batch attends to the whole of itself: q, k, v `[T, H, D]`.
+
+    `starts` int32 `[S + 1]` bounds the sequences; `tiles` int32 `[N, 2]` are all the pieces of `query_tile` rows, as
+    (sequence, first row inside the sequence).
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    bounds = starts.tolist()
+    for sequence, first in tiles.tolist():
+        start, end = bounds[sequence], bounds[sequence + 1]
+        rows = slice(start + first, min(start + first + query_tile, end))
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k[start:end].float()) * scale
+        attended = torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), v[start:end].float())
+        out[rows] = attended.to(q.dtype)
+    return out
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the greatest logits of each row, `[N, V]` -> int64 `[N]`; NaN counts as minus infinity."""
+    return logits.float().nan_to_num(nan=-torch.inf).argmax(dim=-1)
+
+
+# A token that is e^-87 times as likely as the best (the least normal float32) is not drawn.
+_MAX_LOG_RATIO = 87.0
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    """Token ids, int64 `[N]`, drawn from logits `[N, V]` of any float dtype; the rest is `[N]`.
+
+    In order: temperature (0 or less: the first of the best), top_k (int32; V or more: off), top_p (share of what top_k
+    left; 1: off), min_p (relative to the best; 0: off), then the inverse distribution, in the order of ids, at
+    `uniform`, from 0 to 1. What ties at a filter's threshold is kept. NaN counts as minus infinity.
+    """
+    scores = logits.float().nan_to_num(nan=-torch.inf)
+    gaps = scores.amax(dim=-1, keepdim=True) - scores
+    greedy = temperature <= 0
+    temperature = torch.where(greedy, 1.0, temperature)[:, None]
+    limit = _MAX_LOG_RATIO * temperature
+    ordered = gaps.sort(dim=-1).values
+    vocab_size = logits.shape[-1]
+    limit = torch.minimum(limit, ordered.gather(1, (top_k.long() - 1).clamp(0, vocab_size - 1)[:, None]))
+    ends = torch.where(ordered <= limit, (-ordered / temperature).double().exp(), 0.0).cumsum(dim=-1)
+    place = torch.searchsorted(ends, top_p[:, None] * ends[:, -1:]).clamp(max=vocab_size - 1)
+    limit = torch.where(top_p[:, None] < 1, torch.minimum(limit, ordered.gather(1, place)), limit)
+    limit = torch.minimum(limit, (temperature * min_p[:, None].log()).abs())
+    limit = torch.where(greedy[:, None], 0.0, limit)
+    weights = torch.where(gaps <= limit, (-gaps / temperature).double().exp(), 0.0)
+    ends = weights.cumsum(dim=-1)
+    # A float64 below 1 may have become 1 on its way.
+    share = torch.where(greedy, 0.0, uniform.double().clamp(max=1 - 2.0**-24))
+    drawn = torch.searchsorted(ends, share[:, None] * ends[:, -1:], right=True)
+    return drawn.clamp(max=vocab_size - 1).squeeze(1)

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from mmserve.errors import RequestError, SetupError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+VisionAttentionName = Literal["auto", "torch", "triton", "xformers"]
+PixelsOnName = Literal["auto", "worker", "device"]
 GIB = 1024**3
 
 
@@ -226,7 +229,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step and of the waiting queue.
+    """Limits of one step and of the waiting queue; the defaults are a CPU's.
 
     A step encodes images of up to `max_encoder_tokens` tokens; the encoder cache keeps `encoder_cache_tokens`.
     """
@@ -244,10 +247,39 @@ class SchedulerConfig:
         _check(self.max_encoder_tokens >= 1, "max-encoder-tokens", "must be at least 1")
         _check(self.encoder_cache_tokens >= 1, "encoder-cache-tokens", "must be at least 1")
 
+    @classmethod
+    def for_device(
+        cls, device: str, *, max_num_seqs: int | None = None, max_num_batched_tokens: int | None = None, **fields: int
+    ) -> "SchedulerConfig":
+        """With what the device (`auto`, `cpu`, `cuda:0`) can bear where nothing is given."""
+        on_gpu = device.startswith("cuda") or (device == "auto" and _has_nvidia_driver())
+        usual_seqs, usual_tokens = (256, 8192) if on_gpu else (cls.max_num_seqs, cls.max_num_batched_tokens)
+        return cls(
+            max_num_seqs=usual_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=usual_tokens if max_num_batched_tokens is None else max_num_batched_tokens,
+            **fields,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """How pictures are encoded: what computes the encoder's attention, and where pictures are scaled and cut.
+
+    `pixels_on` is `worker` for the preprocessing processes, `device` for the engine's device; `auto` is the device
+    where that is a GPU.
+    """
+
+    attention: VisionAttentionName = "auto"
+    pixels_on: PixelsOnName = "auto"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread."""
+    """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread.
+
+    `async_scheduling` prepares a step while the one before it runs; None does so on a GPU. `enforce_eager` does without
+    CUDA graphs.
+    """
 
     model: str = "smollm2-135m"
     served_model_name: tuple[str, ...] = ()
@@ -258,8 +290,11 @@ class EngineConfig:
     seed: int = 0
     num_threads: int | None = None
     use_process: bool = False
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
 
     def __post_init__(self) -> None:
         _check(self.max_model_len is None or self.max_model_len >= 2, "max-model-len", "must be at least 2")
@@ -269,6 +304,11 @@ class EngineConfig:
     def names(self) -> tuple[str, ...]:
         """Names under which clients may ask for this model; the first is the one that answers carry."""
         return self.served_model_name or (self.model,)
+
+
+def _has_nvidia_driver() -> bool:
+    """A guess that costs nothing; loading torch to know for certain takes seconds."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def _check(condition: bool, option: str, sentence: str) -> None:

@@ -2,17 +2,21 @@
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from mmserve.config import EngineConfig
+from mmserve.config import EngineConfig, SchedulerConfig
 from mmserve.engine.client import Completion, EngineClient
+from mmserve.engine.prompt_factory import open_prompts
 from mmserve.errors import EngineError, RequestError
 from mmserve.request import SamplingParams
+from mmserve.vision.decoded_picture import DecodedPicture
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+Ask = Callable[[SamplingParams], Awaitable[list[Completion]]]
 
 
 class LLM:
@@ -23,7 +27,9 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, config: EngineConfig | None = None) -> None:
         """Load `model`, or what `config` says. Raises `SetupError`."""
-        self._client = EngineClient.start(config or EngineConfig(model=model))
+        usual = EngineConfig(model=model, scheduler=SchedulerConfig.for_device("auto"))
+        self._client = EngineClient.start(config or usual)
+        self._prompts = open_prompts(self._client)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
@@ -38,21 +44,25 @@ class LLM:
     ) -> list[list[Completion]]:
         """The `params.n` answers to each prompt (text or token ids), in order; all are batched together."""
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(token_ids, params)
+        return self._run([partial(self._client.complete, ids) for ids in token_ids], params)
 
     def chat(
         self,
         conversations: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[list[Completion]]:
-        """The answers to one conversation or to many, through the model's chat template."""
+        """The answers to one conversation or to many, through the model's chat template.
+
+        A content may have pictures: parts `{"type": "image", "image": ...}`, of Pillow or uint8 `[height, width, 3]`.
+        """
         many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        return self._run([self._client.tokenizer.encode_chat(messages) for messages in many], params)  # type: ignore[arg-type]
+        return self._run([partial(self._chat, _with_sources(messages)) for messages in many], params)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Stop the engine; calls in flight raise `EngineError`. Closing twice does nothing."""
         if self._loop.is_closed():
             return
+        self._prompts.close()
         self._client.close()
         asyncio.run_coroutine_threadsafe(_other_tasks_done(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -72,27 +82,28 @@ class LLM:
             return self._client.tokenizer.encode(prompt, add_special_tokens=True)
         return list(prompt)
 
-    def _run(
-        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[list[Completion]]:
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
+    async def _chat(self, messages: Messages, params: SamplingParams) -> list[Completion]:
+        async with self._prompts.build(messages) as prompt:
+            return await self._client.complete(prompt.token_ids, params, images=prompt.images)
+
+    def _run(self, asks: list[Ask], params: SamplingParams | Sequence[SamplingParams] | None) -> list[list[Completion]]:
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(asks)
+        if len(each) != len(asks):
             raise RequestError(
                 "invalid_request",
-                f"{len(prompts)} prompts, but {len(each)} sampling parameters: give one for all, or one for each",
+                f"{len(asks)} prompts, but {len(each)} sampling parameters: give one for all, or one for each",
                 param="params",
             )
         if self._loop.is_closed():
             raise EngineError("shutting_down", "this LLM was closed: make a new one")
-        future = asyncio.run_coroutine_threadsafe(self._complete_all(prompts, each), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._complete_all(asks, each), self._loop)
         try:
             return future.result()
         finally:
             future.cancel()
 
-    async def _complete_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Completion]]:
-        pairs = zip(prompts, params, strict=True)
-        tasks = [asyncio.ensure_future(self._client.complete(prompt, each)) for prompt, each in pairs]
+    async def _complete_all(self, asks: list[Ask], params: list[SamplingParams]) -> list[list[Completion]]:
+        tasks = [asyncio.ensure_future(ask(each)) for ask, each in zip(asks, params, strict=True)]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -103,6 +114,20 @@ class LLM:
 async def _other_tasks_done() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _with_sources(messages: Messages) -> Messages:
+    """As a `PromptBuilder` takes pictures."""
+    return [
+        {**message, "content": [_with_source(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _with_source(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "image", "source": DecodedPicture(part["image"])} if "image" in part else part
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

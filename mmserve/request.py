@@ -23,7 +23,8 @@ class SamplingParams:
 
     `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` are off. `max_tokens is None` means up to the context's
     end. `logprobs` is the number of alternatives wanted beside the sampled token (0 to 20), None for no logprobs.
-    `stop` strings are cut from the text; `stop_token_ids` end generation like an end-of-sequence token.
+    `stop` strings are cut from the text; `stop_token_ids` end generation like an end-of-sequence token. With
+    `detokenize=False` answers have token ids and no text, which spares the work of making it; no `stop` strings then.
     """
 
     n: int = 1
@@ -44,6 +45,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -62,6 +64,7 @@ class SamplingParams:
             f"must be between 0 and {MAX_LOGPROBS}",
         )
         _require(len(self.stop) <= 16 and all(self.stop), "stop", "takes up to 16 strings, none of them empty")
+        _require(self.detokenize or not self.stop, "stop", "strings are looked for in text: leave detokenize on")
 
     def _check_sampling(self) -> None:
         _require(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
@@ -81,6 +84,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether a choice depends on the tokens chosen before it by more than their number."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,11 @@ class SequenceStatus(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One request's tokens and progress. `num_computed_tokens` of them have their K and V in `block_ids`."""
+    """One request's tokens and progress.
+
+    `num_computed_tokens` of them have their K and V in `block_ids`, or will have before any step launched from now on.
+    `num_pending_tokens` more were sampled by steps whose results are still to come.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -152,6 +164,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
 

@@ -20,6 +20,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"logprobs": -1}),
     ("stop", {"stop": ("",)}),
     ("stop", {"stop": ("x",) * 17}),
+    ("stop", {"stop": ("x",), "detokenize": False}),
     ("temperature", {"temperature": -0.1}),
     ("temperature", {"temperature": math.nan}),
     ("temperature", {"temperature": math.inf}),

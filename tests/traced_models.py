@@ -16,7 +16,7 @@ from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig
 from mmserve.engine.model_runner import ModelRunner
-from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
+from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.request import SamplingParams
 from mmserve.request import Sequence as Request
 from mmserve.vision.image_source import PixelLimits
@@ -190,10 +190,11 @@ class RecordedLayer:
     entered: list[torch.Tensor] = field(default_factory=list)
     left: list[torch.Tensor] = field(default_factory=list)
 
-    def __call__(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        self.entered.append(x)
-        self.left.append(self.layer(x, *arguments))
-        return self.left[-1]
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, *arguments: Any) -> Any:
+        self.entered.append(x if residual is None else residual + x)
+        out, residual = self.layer(x, residual, *arguments)
+        self.left.append(residual + out)
+        return out, residual
 
 
 class Ours:
@@ -229,7 +230,7 @@ class Ours:
         return Trace([torch.cat(recorded[0].entered), *(torch.cat(layer.left) for layer in recorded)], logits[-1][-1])
 
     def prefill(self, prompt: ImagePrompt, chunk: int) -> None:
-        cache = self._runner.encoder_cache = EncoderCache(self._num_tokens)
+        cache = self._runner.encoder.cache = EncoderCache(self._num_tokens)
         request = Request("prompt", list(prompt.token_ids), SamplingParams(temperature=0.0), images=prompt.images)
         request.block_ids = list(range(self._num_blocks))
         while (start := request.num_computed_tokens) < request.num_tokens:
@@ -239,8 +240,7 @@ class Ours:
             )
             for image in images:
                 cache.reserve(image.content_hash, image.length)
-            self._runner.run(ScheduledBatch((ScheduledSequence(request, stop - start),), images))
-            request.num_computed_tokens = stop
+            self._runner.run(ScheduledBatch((advance(request, stop - start),), images))
 
     @torch.inference_mode()
     def encode(self, page: PixelPatches) -> None:

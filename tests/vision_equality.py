@@ -179,13 +179,13 @@ class VisionEquality:
     def test_one_page_in_two_requests_is_encoded_once(self, case: Case[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         engine = case.engine()
         encoded: list[bytes] = []
-        put = engine._runner.encoder_cache.put
+        put = engine._runner.encoder.cache.put
 
         def noted(key: bytes, embeddings: torch.Tensor) -> None:
             encoded.append(key)
             put(key, embeddings)
 
-        monkeypatch.setattr(engine._runner.encoder_cache, "put", noted)
+        monkeypatch.setattr(engine._runner.encoder.cache, "put", noted)
         questions: list[Pieces] = [[text(40, 3), case.pieces[1][1], text(seed, 6)] for seed in (41, 42)]
         num_images = len({image.content_hash for image in case.prompts[1].images})
         answers = run_with_images(engine, [case.prompt(q) for q in questions], greedy(NUM_TOKENS))
@@ -212,8 +212,8 @@ class VisionEquality:
     def test_a_wrong_engine_is_caught(self, case: Case[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """The comparison itself works: embeddings one row off give other tokens."""
         engine = case.engine(max_num_batched_tokens=16)
-        get = engine._runner.encoder_cache.get
-        monkeypatch.setattr(engine._runner.encoder_cache, "get", lambda key: get(key).roll(1, 0))
+        get = engine._runner.encoder.cache.get
+        monkeypatch.setattr(engine._runner.encoder.cache, "get", lambda key: get(key).roll(1, 0))
         assert run_with_images(engine, [case.prompts[2]], greedy(NUM_TOKENS)) != [case.answers[2]]
 
 

@@ -3,7 +3,7 @@
 import struct
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +139,30 @@ class ImageFile:
         count = int(getattr(self._image, "n_frames", 1)) if media_type != "image/tiff" else 1
         return (f"The first of {count} frames is read.",) if count > 1 else ()
 
-    @contextmanager
-    def _decoding(self, complaint: str) -> Iterator[None]:
-        """Whatever a decoder makes of bad bytes becomes one sentence."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        except (UnidentifiedImageError, Image.DecompressionBombError, *_DECODE_ERRORS):
-            raise DocumentError("corrupt_document", f"{self._name} is damaged: {complaint}") from None
-        except MemoryError:
-            raise DocumentError("page_too_large", f"{self._name} takes more memory than one page may") from None
+    def _decoding(self, complaint: str) -> AbstractContextManager[None]:
+        return _reporting(self._name, complaint)
+
+
+def decoded_pixels(image: Image.Image, name: str, max_pixels: int) -> RGB:
+    """RGB [height, width, 3] of an open picture, as `ImageFile.pixels` gives them.
+
+    Raises `DocumentError`: `corrupt_document` for a picture that is not whole, `page_too_large`.
+    """
+    with _reporting(name, "it is not whole"):
+        return np.asarray(normalise(image, max_pixels))
+
+
+@contextmanager
+def _reporting(name: str, complaint: str) -> Iterator[None]:
+    """Whatever a decoder makes of bad bytes becomes one sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (UnidentifiedImageError, Image.DecompressionBombError, *_DECODE_ERRORS):
+        raise DocumentError("corrupt_document", f"{name} is damaged: {complaint}") from None
+    except MemoryError:
+        raise DocumentError("page_too_large", f"{name} takes more memory than one page may") from None
 
 
 def normalise(image: Image.Image, max_pixels: int) -> Image.Image:

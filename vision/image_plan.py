@@ -83,6 +83,6 @@ def check_shape(width: int, height: int) -> None:
         )
 
 
-def settings_digest(processor: ImageProcessor) -> bytes:
-    """Of everything that decides pixels, save the plan: the processor's class and all of its fields."""
-    return hashlib.blake2b(f"{PIXELS_VERSION} {processor!r}".encode(), digest_size=16).digest()
+def settings_digest(processor: ImageProcessor, device_type: str = "cpu") -> bytes:
+    """Of everything that decides pixels, save the plan: the processor's class and all its fields, where it runs."""
+    return hashlib.blake2b(f"{PIXELS_VERSION} {device_type} {processor!r}".encode(), digest_size=16).digest()

@@ -28,8 +28,10 @@ _IMAGE_PROCESSORS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def load_processor(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ImageProcessor | None:
+def load_processor(checkpoint: Checkpoint, tokenizer: Tokenizer | None = None) -> ImageProcessor | None:
     """The image processor that the checkpoint's files describe; None for a text model.
+
+    Without `tokenizer`, which takes a moment to load, the checkpoint's is read where a family needs it.
 
     Raises `SetupError` (`model_unavailable`) naming a model type, processor or setting that is not supported.
     """
@@ -46,7 +48,9 @@ def load_processor(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ImageProcess
             "model_unavailable", "this model takes images but has no preprocessor_config.json: fetch the model again"
         )
     _check_kind(model_type, settings)
-    return _build(model_type, settings, config, tokenizer)
+    if model_type in ("idefics3", "smolvlm"):
+        return Idefics3Processor.from_settings(settings, config, tokenizer or checkpoint.tokenizer())
+    return _build(model_type, settings, config)
 
 
 def _check_kind(model_type: str, settings: _Settings) -> None:
@@ -62,7 +66,7 @@ def _check_kind(model_type: str, settings: _Settings) -> None:
         )
 
 
-def _build(model_type: str, settings: _Settings, config: _Settings, tokenizer: Tokenizer) -> ImageProcessor:
+def _build(model_type: str, settings: _Settings, config: _Settings) -> ImageProcessor:
     match model_type:
         case "llava":
             return LlavaProcessor.from_settings(settings, config)
@@ -70,7 +74,5 @@ def _build(model_type: str, settings: _Settings, config: _Settings, tokenizer: T
             return LlavaNextProcessor.from_settings(settings, config)
         case "llava_onevision":
             return LlavaOnevisionProcessor.from_settings(settings, config)
-        case "idefics3" | "smolvlm":
-            return Idefics3Processor.from_settings(settings, config, tokenizer)
         case _:
             return QwenProcessor.from_settings(settings, config)

@@ -1,4 +1,4 @@
-"""Pictures -> patches in shared memory, in worker processes, each picture once.
+"""Pictures -> pixels or patches in shared memory, in worker processes, each picture once.
 
 What was processed is kept by its digest while a request needs it, and beyond that until its room is needed. Requests
 wait, in their order, while those before them hold all the room there is: host memory is bounded however many come.
@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -17,11 +18,13 @@ from typing import Any
 
 from mmserve.config import GIB
 from mmserve.errors import DocumentError, RequestError
+from mmserve.vision.decoded_picture import DecodedPicture, PictureSource
 from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image, settings_digest
 from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import PageLimits, PageOptions
 from mmserve.vision.patches import num_bytes, unlink
-from mmserve.vision.preprocess_worker import Processed
+from mmserve.vision.picture_threads import PictureThreads
+from mmserve.vision.preprocess_worker import PixelsOn, Processed
 from mmserve.vision.worker_pool import WorkerEntry, WorkerPool
 
 # The costliest family has 64 tokens for a tile of 512 x 512 pixels, in float32.
@@ -34,14 +37,14 @@ _SETTLE_SECONDS = 10.0
 class PlannedImage:
     """A picture, the budget that was given for it, and what became of both."""
 
-    source: ImageSource
+    source: PictureSource
     limits: PixelLimits
     plan: ImagePlan
 
 
 @dataclass
 class PreprocessStats:
-    """Running totals: pictures that were processed, and the seconds that this took in the workers."""
+    """Running totals: pictures that were processed, and the seconds that this took outside the engine."""
 
     num_images: int = 0
     seconds: float = 0.0
@@ -62,6 +65,9 @@ class _Entry:
 class PreprocessPool:
     """One event loop at a time uses it. Processes start with the first picture; `close` ends them.
 
+    With `pixels_on="device"` pictures are shared as they are, for an engine that scales and cuts them on a device of
+    `device_type`.
+
     `settle` is the engine's: it may still be about to read the patches of a request that was given up, and they are
     taken away only when that future is done.
     """
@@ -71,6 +77,8 @@ class PreprocessPool:
     limits: PageLimits = field(default_factory=PageLimits)
     capacity_bytes: int = 0
     settle: Callable[[], Future[None]] | None = None
+    pixels_on: PixelsOn = "worker"
+    device_type: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -78,7 +86,8 @@ class PreprocessPool:
         self.capacity_bytes = self.capacity_bytes or _default_capacity()
         self.stats = PreprocessStats()
         self._workers = WorkerPool(self.num_workers, self.limits, PageOptions(ocr="off"), self._entry_point)
-        self._settings_digest = settings_digest(self.processor)
+        self._threads = PictureThreads(self.num_workers)
+        self._settings_digest = settings_digest(self.processor, self.device_type if self._on_device else "cpu")
         self._room = Room(self.capacity_bytes)
         self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -93,19 +102,28 @@ class PreprocessPool:
     def num_pinned(self) -> int:
         return sum(entry.num_pins > 0 for entry in self._entries.values())
 
-    async def plan(self, source: ImageSource, limits: PixelLimits) -> PlannedImage:
+    @property
+    def _on_device(self) -> bool:
+        return self.pixels_on == "device"
+
+    async def plan(self, source: PictureSource, limits: PixelLimits) -> PlannedImage:
         """What the picture becomes, by its size alone: no pixel is decoded.
 
         Raises `DocumentError` for a file that cannot be read, `RequestError` for a shape that no encoder takes.
         """
+        width, height = await self._size(source)
+        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits))
+
+    async def _size(self, source: PictureSource) -> tuple[int, int]:
+        if isinstance(source, DecodedPicture):
+            return await self._threads.read(source)
         size = self._sizes.get(source.digest)
         if size is None:
-            size = await self._call("measure", source)
+            size = await self._call(source, "measure", source)
             self._sizes[source.digest] = size
             while len(self._sizes) > _MAX_KNOWN_SIZES:
                 self._sizes.popitem(last=False)
-        width, height = size
-        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits))
+        return size
 
     @asynccontextmanager
     async def hold(self, images: Sequence[PlannedImage]) -> AsyncIterator[list[Processed]]:
@@ -137,7 +155,8 @@ class PreprocessPool:
     def close(self) -> None:
         """End the processes and give all shared memory back."""
         self._workers.close()
-        if self.settle is not None:
+        self._threads.close()
+        if self.settle is not None and self._entries:
             with contextlib.suppress(TimeoutError):
                 self.settle().result(_SETTLE_SECONDS)
         while self._entries:
@@ -146,10 +165,12 @@ class PreprocessPool:
     def _entry_point(self) -> WorkerEntry:
         from mmserve.vision.preprocess_worker import start_preprocess_worker
 
-        return WorkerEntry(start_preprocess_worker, (self.processor, self.limits))
+        return WorkerEntry(start_preprocess_worker, (self.processor, self.limits, self.pixels_on))
 
     def _most_bytes(self, images: Sequence[PlannedImage]) -> int:
-        """An upper bound, from what this model's pictures were found to take."""
+        """An upper bound; of patches, from what this model's pictures were found to take."""
+        if self._on_device:
+            return sum(3 * image.plan.width * image.plan.height for image in images)
         per_token = 1.5 * self._bytes_per_token or _MOST_BYTES_PER_TOKEN
         return int(sum(image.plan.num_tokens for image in images) * per_token)
 
@@ -172,8 +193,8 @@ class PreprocessPool:
         self._make_room()
 
     async def _process(self, digest: bytes, image: PlannedImage) -> Processed:
-        processed: Processed = await self._call("process", image.source, image.plan, image.limits)
-        size = sum(map(num_bytes, processed.patches))
+        processed = await self._processed(image)
+        size = sum(map(num_bytes, processed.segments))
         self._entries[digest].size_bytes = size
         self._bytes_per_token = max(self._bytes_per_token, size / processed.plan.num_tokens)
         self.stats.num_images += 1
@@ -181,12 +202,28 @@ class PreprocessPool:
         self._make_room()
         return processed
 
-    async def _call(self, method: str, source: ImageSource, *args: object) -> Any:
+    async def _processed(self, image: PlannedImage) -> Processed:
+        source, plan = image.source, image.plan
+        processed: Processed
+        if isinstance(source, ImageSource):
+            processed = await self._call(source, "process", source, plan, image.limits)
+            return processed
+        started = time.perf_counter()
+        refs = await self._threads.share(source, plan)
+        if self._on_device:
+            return Processed(plan, refs, time.perf_counter() - started)
         try:
-            return await self._workers.call(method, source, *args, timeout=self.limits.page_timeout)
+            processed = await self._call(source, "cut", refs[0], plan)
+        finally:
+            unlink(refs[0])
+        return processed
+
+    async def _call(self, source: PictureSource, method: str, *args: object) -> Any:
+        try:
+            return await self._workers.call(method, *args, timeout=self.limits.page_timeout)
         except DocumentError as error:
-            is_named = source.document.name in error.message
-            raise (error if is_named else error.about(source.name)) from None
+            name = source.document.name if isinstance(source, ImageSource) else source.name
+            raise (error if name in error.message else error.about(source.name)) from None
 
     def _make_room(self) -> None:
         """Forget what no request needs, what was used longest ago first, as far as room is short."""
@@ -207,7 +244,7 @@ class PreprocessPool:
 
 def _unlink_all(entry: _Entry) -> None:
     if entry.task.done() and not entry.has_failed:
-        for ref in entry.task.result().patches:
+        for ref in entry.task.result().segments:
             unlink(ref)
 
 

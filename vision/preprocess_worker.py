@@ -1,22 +1,26 @@
-"""What runs in a preprocessing worker: a process that draws or decodes a picture and cuts it for the encoder."""
+"""What runs in a preprocessing worker: a process that draws or decodes a picture, and may cut it for the encoder."""
 
-import contextlib
-import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from mmserve.errors import DocumentError, MMServeError
+from mmserve.errors import DocumentError
 from mmserve.request import PatchesRef
+from mmserve.vision.image import RGB
 from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image
 from mmserve.vision.image_source import PICTURE_SETTINGS, ImageSource, PixelLimits
 from mmserve.vision.page_types import PageLimits, PageOptions
 from mmserve.vision.page_workers import PageWorker, take_place
-from mmserve.vision.patches import PixelPatches, share, unlink
+from mmserve.vision.patches import load, share_all
+from mmserve.vision.picture_ref import share_picture
 from mmserve.vision.process_memory import give_back_memory
 
-_SHARED_MEMORY = "/dev/shm"
+# Where pictures are scaled, normalised and cut: in a worker, or by the engine on its device.
+PixelsOn = Literal["worker", "device"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,18 @@ class Processed:
     patches: tuple[PatchesRef, ...]
     seconds: float
 
+    @property
+    def segments(self) -> tuple[PatchesRef, ...]:
+        """A reference to each segment: the items of a picture that is yet to be cut share one."""
+        return tuple({ref.segment: ref for ref in self.patches}.values())
+
 
 class PreprocessWorker:
     """The work of one process."""
 
-    def __init__(self, processor: ImageProcessor, limits: PageLimits) -> None:
+    def __init__(self, processor: ImageProcessor, limits: PageLimits, pixels_on: PixelsOn) -> None:
         self._processor = processor
+        self._pixels_on = pixels_on
         self._pages = PageWorker(limits, PageOptions(ocr="off"), num_ocr_threads=1)
 
     def measure(self, source: ImageSource) -> tuple[int, int]:
@@ -42,55 +52,47 @@ class PreprocessWorker:
     def process(self, source: ImageSource, plan: ImagePlan, limits: PixelLimits) -> Processed:
         """Pixels as `plan` says; where a header has lied about the size, by a plan for the true one."""
         started = time.perf_counter()
-        try:
+        with _within_memory():
             drawn = self._pages.render_page(source.document, source.page, PICTURE_SETTINGS)
-            # What Pillow decoded cannot be written, and torch warns of that.
-            pixels = torch.from_numpy(drawn if drawn.flags.writeable else drawn.copy())
-            height, width = pixels.shape[:2]
+            height, width = drawn.shape[:2]
             if (width, height) != (plan.width, plan.height):
                 plan = plan_image(self._processor, width, height, limits)
-            refs = _share_all(self._processor.process(pixels, plan))
-        except (MemoryError, RuntimeError) as error:
-            # torch's allocator raises RuntimeError where memory ends
-            if isinstance(error, RuntimeError) and "alloc" not in str(error):
-                raise
-            raise DocumentError("page_too_large", "it takes more memory than one picture may") from None
-        finally:
-            give_back_memory()
+            refs = self._share(drawn, plan)
+        return Processed(plan, refs, time.perf_counter() - started)
+
+    def cut(self, picture: PatchesRef, plan: ImagePlan) -> Processed:
+        """A decoded picture, which its owner has shared and will unlink, as patches."""
+        started = time.perf_counter()
+        with _within_memory():
+            refs = share_all(self._processor.process(load(picture).pixels, plan))
         return Processed(plan, refs, time.perf_counter() - started)
 
     def close(self) -> None:
         self._pages.close()
 
+    def _share(self, drawn: RGB, plan: ImagePlan) -> tuple[PatchesRef, ...]:
+        if self._pixels_on == "device":
+            return share_picture(drawn, plan)
+        # What Pillow decoded cannot be written, and torch warns of that.
+        pixels = torch.from_numpy(drawn if drawn.flags.writeable else drawn.copy())
+        return share_all(self._processor.process(pixels, plan))
 
-def _share_all(items: list[PixelPatches]) -> tuple[PatchesRef, ...]:
-    """All of them or none."""
-    _require_room(sum(item.pixels.nbytes for item in items))
-    refs: list[PatchesRef] = []
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
     try:
-        for item in items:
-            refs.append(share(item))
-    except BaseException:
-        for ref in refs:
-            unlink(ref)
-        raise
-    return tuple(refs)
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch's allocator raises RuntimeError where memory ends
+        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+            raise
+        raise DocumentError("page_too_large", "it takes more memory than one picture may") from None
+    finally:
+        give_back_memory()
 
 
-def _require_room(num_bytes: int) -> None:
-    """Shared memory is only found to be full when it is written, and then the process is killed."""
-    with contextlib.suppress(FileNotFoundError):
-        space = os.statvfs(_SHARED_MEMORY)
-        if space.f_bavail * space.f_frsize < num_bytes:
-            raise MMServeError(
-                "insufficient_memory",
-                f"{_SHARED_MEMORY} has no room for the picture's {num_bytes:,} bytes: lower max_pixels, or give it more"
-                " memory (in a container, --shm-size)",
-            )
-
-
-def start_preprocess_worker(processor: ImageProcessor, limits: PageLimits) -> PreprocessWorker:
+def start_preprocess_worker(processor: ImageProcessor, limits: PageLimits, pixels_on: PixelsOn) -> PreprocessWorker:
     """Set this process up as a preprocessing worker."""
     torch.set_num_threads(1)
     take_place(limits)
-    return PreprocessWorker(processor, limits)
+    return PreprocessWorker(processor, limits, pixels_on)

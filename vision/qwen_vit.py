@@ -8,22 +8,25 @@ et al. 2024): Bai et al. 2025 (2511.21631).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mmserve.kernels.reference import silu_and_mul
-from mmserve.layers.activation import activation
 from mmserve.layers.linear import Linear
 from mmserve.layers.norm import LayerNorm, RMSNorm
 from mmserve.quantization.dense import dense_weight
-from mmserve.vision.attention import PackedSelfAttention
+from mmserve.vision.attention import PackedSelfAttention, Rotary
+from mmserve.vision.attention_backends import Attend, vision_attention
+from mmserve.vision.feed_forward import FeedForwardNames, VitFeedForward
 from mmserve.vision.patches import PixelPatches
 from mmserve.vision.qwen_grid import interpolation_taps, pack_grids
 from mmserve.weights.layer_loader import LayerLoader
 
 _NORM_EPS = 1e-6
+# Batches of pages mostly have the same shapes; two pages of A4 at 150 dpi take 15 MB here.
+_PLANS_KEPT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,36 +123,24 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], QwenVitConfig]] = {
 }
 
 
-class VitFeedForward:
-    """Gated (`gate_proj`, `up_proj`, `down_proj`), or two layers named `names`."""
-
-    def __init__(self, loader: LayerLoader, prefix: str, config: QwenVitConfig, names: tuple[str, str]) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        inward = [f"{prefix}.gate_proj", f"{prefix}.up_proj"] if config.gated else [f"{prefix}.{names[0]}"]
-        outward = f"{prefix}.down_proj" if config.gated else f"{prefix}.{names[1]}"
-        self._in = loader.linear(inward, hidden, [inner] * len(inward), bias=True)
-        self._out = loader.linear([outward], inner, (hidden,), bias=True)
-        self._activation = silu_and_mul if config.gated else activation(config.activation)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._out(self._activation(self._in(x)))
-
-
 class VitLayer:
     def __init__(self, loader: LayerLoader, prefix: str, config: QwenVitConfig, names: tuple[str, str]) -> None:
         hidden = config.hidden_size
         qkv = loader.linear([f"{prefix}.attn.qkv"], hidden, (3 * hidden,), bias=True)
         out = loader.linear([f"{prefix}.attn.proj"], hidden, (hidden,), bias=True)
-        self._attention = PackedSelfAttention(qkv, out, config.num_heads)
-        self._feed_forward = VitFeedForward(loader, f"{prefix}.mlp", config, names)
+        self._attention = PackedSelfAttention(qkv, out, config.num_heads, loader.kernels)
+        mlp_names = _feed_forward_names(f"{prefix}.mlp", config, names)
+        self._feed_forward = VitFeedForward(loader, mlp_names, hidden, config.intermediate_size, config.activation)
         self._norm1 = _norm(loader, f"{prefix}.norm1", hidden, config)
         self._norm2 = _norm(loader, f"{prefix}.norm2", hidden, config)
 
     def __call__(
-        self, x: torch.Tensor, lengths: Sequence[int], rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        x = x + self._attention(self._norm1(x), lengths, rotary)
-        return x + self._feed_forward(self._norm2(x))
+        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend, rotary: Rotary
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes out, and what is to be added to it: each norm adds what the layer before it left."""
+        normed, residual = (self._norm1(x), x) if residual is None else self._norm1.add(x, residual)
+        normed, residual = self._norm2.add(self._attention(normed, attend, rotary), residual)
+        return self._feed_forward(normed), residual
 
 
 @dataclass(frozen=True)
@@ -181,6 +172,23 @@ class PatchMerger:
         return self._second(F.gelu(self._first(normed)))
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """What follows from the shapes of a batch of images, on the device; blocks are of merge x merge patches.
+
+    `order`: which block is computed i-th; `inverse`: when the i-th block is computed. `taps`: rows of the table of
+    learned positions and their weights, `[4, N]` each.
+    """
+
+    order: torch.Tensor
+    inverse: torch.Tensor
+    rotary: Rotary
+    in_windows: Attend
+    in_images: Attend
+    num_tokens: tuple[int, ...]
+    taps: tuple[torch.Tensor, torch.Tensor] | None
+
+
 class QwenVit:
     """Patches of any number of images in, tokens of the decoder out."""
 
@@ -189,6 +197,8 @@ class QwenVit:
         names = ("linear_fc1", "linear_fc2") if learned else ("fc1", "fc2")
         merger_names = MergerNames("norm", *names) if learned else MergerNames("ln_q", "mlp.0", "mlp.2")
         self._config, self._dtype, self._device = config, loader.dtype, loader.device
+        self._attention = vision_attention(loader.vision_attention, loader.device)
+        self._plan = lru_cache(maxsize=_PLANS_KEPT)(self._make_plan)
         self._patch_embedding = _patch_embedding(loader, f"{prefix}.patch_embed.proj", config)
         self._position_table = None
         if learned:
@@ -206,36 +216,45 @@ class QwenVit:
 
         With deepstack, the features of its layers stand after the tokens, side by side.
         """
-        config = self._config
-        shapes = [_rows_and_columns(image) for image in images]
-        grids = pack_grids(shapes, config.merge, config.window, self._device)
+        plan = self._plan(tuple(_rows_and_columns(image) for image in images))
         pixels = torch.cat([image.pixels.to(self._device, self._dtype) for image in images])
-        x = self._patch_embedding(_in_order(pixels, grids.order, config.merge))
-        if self._position_table is not None:
-            x = x + self._learned_positions(shapes, self._position_table, config.position_table_side)
-        tokens = self._encode(x, grids.positions, grids.window_lengths, grids.image_lengths)
-        restored = torch.empty_like(tokens)
-        restored[grids.order] = tokens
-        return list(torch.split(restored, [length // config.merge**2 for length in grids.image_lengths]))
+        x = self._patch_embedding(_in_order(pixels, plan.order, self._config.merge))
+        if self._position_table is not None and plan.taps is not None:
+            x = x + _interpolated(self._position_table, *plan.taps).to(self._dtype)
+        restored = self._encode(x, plan).index_select(0, plan.inverse)
+        return list(torch.split(restored, list(plan.num_tokens)))
 
-    def _encode(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        window_lengths: tuple[int, ...],
-        image_lengths: tuple[int, ...],
-    ) -> torch.Tensor:
+    def _encode(self, x: torch.Tensor, plan: BatchPlan) -> torch.Tensor:
         """Merged tokens of all images, in the order of computation."""
-        rotary = self._rotary(positions)
+        residual: torch.Tensor | None = None
         deepstack = []
         for i, layer in enumerate(self._layers):
             in_windows = self._config.window is not None and i not in self._config.full_layers
-            x = layer(x, window_lengths if in_windows else image_lengths, rotary)
+            x, residual = layer(x, residual, plan.in_windows if in_windows else plan.in_images, plan.rotary)
             if i in self._deepstack_mergers:
-                deepstack.append(self._deepstack_mergers[i](x))
-        return torch.cat((self._merger(x), *deepstack), dim=1)
+                deepstack.append(self._deepstack_mergers[i](residual + x))
+        hidden = x if residual is None else residual + x
+        return torch.cat((self._merger(hidden), *deepstack), dim=1)
 
-    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_plan(self, shapes: tuple[tuple[int, int], ...]) -> BatchPlan:
+        config = self._config
+        grids = pack_grids(shapes, config.merge, config.window, self._device)
+        taps = None
+        if self._position_table is not None:
+            each = [interpolation_taps(*shape, config.merge, config.position_table_side) for shape in shapes]
+            indices, weights = (torch.cat(part, dim=1).to(self._device) for part in zip(*each, strict=True))
+            taps = indices, weights
+        return BatchPlan(
+            grids.order,
+            torch.argsort(grids.order),
+            self._rotary(grids.positions),
+            self._attention.over(grids.window_lengths),
+            self._attention.over(grids.image_lengths),
+            tuple(length // config.merge**2 for length in grids.image_lengths),
+            taps,
+        )
+
+    def _rotary(self, positions: torch.Tensor) -> Rotary:
         """cos and sin `[N, 1, D]`: a quarter of each head turns with the row, a quarter with the column, twice."""
         size = self._config.head_dim // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=self._device) / size
@@ -243,14 +262,19 @@ class QwenVit:
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), dim=1)[:, None], torch.cat((-sin, sin), dim=1)[:, None]
 
-    def _learned_positions(self, shapes: Sequence[tuple[int, int]], table: torch.Tensor, side: int) -> torch.Tensor:
-        taps = [interpolation_taps(rows, columns, self._config.merge, side) for rows, columns in shapes]
-        x = torch.zeros((), device=self._device)
-        for corner in range(4):
-            indices = torch.cat([indices[corner] for indices, _ in taps]).to(self._device)
-            weights = torch.cat([weights[corner] for _, weights in taps]).to(self._device)
-            x = x + table.index_select(0, indices).float() * weights[:, None]
-        return x.to(self._dtype)
+
+def _interpolated(table: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows of the table at four corners, `[4, N]`, by their weights -> `[N, hidden]` in float32."""
+    x = torch.zeros((), device=table.device)
+    for corner in range(4):
+        x = x + table.index_select(0, indices[corner]).float() * weights[corner][:, None]
+    return x
+
+
+def _feed_forward_names(prefix: str, config: QwenVitConfig, names: tuple[str, str]) -> FeedForwardNames:
+    if config.gated:
+        return FeedForwardNames([f"{prefix}.gate_proj", f"{prefix}.up_proj"], f"{prefix}.down_proj")
+    return FeedForwardNames([f"{prefix}.{names[0]}"], f"{prefix}.{names[1]}")
 
 
 def _patch_embedding(loader: LayerLoader, name: str, config: QwenVitConfig) -> Linear:
@@ -273,4 +297,4 @@ def _rows_and_columns(image: PixelPatches) -> tuple[int, int]:
 
 def _in_order(pixels: torch.Tensor, order: torch.Tensor, merge: int) -> torch.Tensor:
     """Move whole blocks of merge x merge patches."""
-    return pixels.view(-1, merge * merge, pixels.shape[1])[order].flatten(0, 1)
+    return pixels.view(-1, merge * merge, pixels.shape[1]).index_select(0, order).flatten(0, 1)

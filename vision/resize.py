@@ -6,12 +6,14 @@ not agree: it rounds weights to 16 bits and knows one order of passes, so that i
 one side grows and the other shrinks. Float32 would be twice as fast, and where a byte is a tie it differs by 2, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import torch
+
+from mmserve.kernels import reference
 
 Filter = Literal["bilinear", "bicubic", "lanczos"]
 _SUPPORT: dict[Filter, float] = {"bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
@@ -195,13 +197,23 @@ def _to_bytes(values: torch.Tensor) -> torch.Tensor:
 
 def _by_taps(image: torch.Tensor, axis: _Axis, low: int, *, dimension: int) -> torch.Tensor:
     """`image` begins with pixel `low` of the whole along `dimension`."""
+    height, width, channels = image.shape
+    starts, weights = _taps_on(axis, low, image.device)
+    shape = (1, height, width * channels) if dimension == 0 else image.shape
+    resampled = _resample_on(image.device)(image.contiguous().view(shape), starts, weights, _PRECISION_BITS)
+    return resampled.view((-1, width, channels) if dimension == 0 else (height, -1, channels))
+
+
+@lru_cache(maxsize=64)
+def _taps_on(axis: _Axis, low: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the inputs start, counted from `low`, `[pixels]`; their weights `[inputs, pixels]`; on the device."""
     taps = _taps(axis)
-    starts, weights = (taps.starts - low).to(image.device), taps.weights.to(image.device)
-    shape = [1, 1, 1]
-    shape[dimension] = -1
-    total: torch.Tensor | int = 1 << (_PRECISION_BITS - 1)
-    for tap in range(weights.shape[1]):
-        inputs = image.index_select(dimension, (starts + tap).clamp_(max=image.shape[dimension] - 1))
-        total = inputs.to(torch.int32) * weights[:, tap].view(shape) + total
-    assert isinstance(total, torch.Tensor)
-    return (total >> _PRECISION_BITS).clamp_(0, 255).to(torch.uint8)
+    return (taps.starts - low).int().to(device), taps.weights.t().contiguous().to(device)
+
+
+def _resample_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    if device.type != "cuda":
+        return reference.resample
+    from mmserve.kernels.resample import resample
+
+    return resample

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from mmserve.errors import SetupError
-from mmserve.layers.activation import activation
 from mmserve.layers.linear import Linear
 from mmserve.quantization.dense import dense_weight
 from mmserve.vision.attention import PackedSelfAttention
+from mmserve.vision.attention_backends import Attend, vision_attention
+from mmserve.vision.feed_forward import FeedForwardNames, VitFeedForward
 from mmserve.weights.layer_loader import LayerLoader
 
 
@@ -73,16 +74,19 @@ class VitLayer:
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         qkv = loader.linear([f"{prefix}.self_attn.{part}_proj" for part in "qkv"], hidden, [hidden] * 3, bias=True)
         out = loader.linear([f"{prefix}.self_attn.out_proj"], hidden, (hidden,), bias=True)
-        self._attention = PackedSelfAttention(qkv, out, config.num_attention_heads)
-        self._in = loader.linear([f"{prefix}.mlp.fc1"], hidden, (inner,), bias=True)
-        self._out = loader.linear([f"{prefix}.mlp.fc2"], inner, (hidden,), bias=True)
-        self._activation = activation(config.hidden_act)
+        self._attention = PackedSelfAttention(qkv, out, config.num_attention_heads, loader.kernels)
+        names = FeedForwardNames([f"{prefix}.mlp.fc1"], f"{prefix}.mlp.fc2")
+        self._feed_forward = VitFeedForward(loader, names, hidden, inner, config.hidden_act)
         self._norm1 = loader.layer_norm(f"{prefix}.layer_norm1", hidden, eps)
         self._norm2 = loader.layer_norm(f"{prefix}.layer_norm2", hidden, eps)
 
-    def __call__(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        x = x + self._attention(self._norm1(x), lengths)
-        return x + self._out(self._activation(self._in(self._norm2(x))))
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What comes out, and what is to be added to it: each norm adds what the layer before it left."""
+        normed, residual = (self._norm1(x), x) if residual is None else self._norm1.add(x, residual)
+        normed, residual = self._norm2.add(self._attention(normed, attend), residual)
+        return self._feed_forward(normed), residual
 
 
 class VitLayers:
@@ -90,6 +94,7 @@ class VitLayers:
 
     def __init__(self, loader: LayerLoader, prefix: str, config: VitConfig, hidden_states: Sequence[int]) -> None:
         self._hidden_states = tuple(hidden_states)
+        self._attention = vision_attention(loader.vision_attention, loader.device)
         names = [f"{prefix}.encoder.layers.{i}" for i in range(config.num_hidden_layers)]
         depth = max(hidden_states)
         self._layers = [VitLayer(loader, name, config) for name in names[:depth]]
@@ -98,12 +103,12 @@ class VitLayers:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[N, tokens, hidden]` of N pictures -> the hidden states side by side, `[N, tokens, hidden * states]`."""
-        lengths = [x.shape[1]] * x.shape[0]
-        packed = x.flatten(0, 1)
+        attend = self._attention.over([x.shape[1]] * x.shape[0])
+        packed, residual = x.flatten(0, 1), None
         states = {0: packed}
         for number, layer in enumerate(self._layers, start=1):
-            packed = layer(packed, lengths)
+            packed, residual = layer(packed, residual, attend)
             if number in self._hidden_states:
-                states[number] = packed
+                states[number] = residual + packed
         wanted = [states[number] for number in self._hidden_states]
         return (wanted[0] if len(wanted) == 1 else torch.cat(wanted, dim=1)).view(*x.shape[:2], -1)

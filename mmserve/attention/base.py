@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mmserve.attention.context import ForwardContext
@@ -20,20 +22,37 @@ class AttentionBatch:
     context_lens: Sequence[int]
     block_tables: Sequence[Sequence[int]]
 
-    def slots(self, block_size: int) -> list[int]:
+    def slots(self, block_size: int) -> npt.NDArray[np.int64]:
         """Where this step's K and V belong, row by row: `block_id * block_size + offset`."""
-        return [
-            table[position // block_size] * block_size + position % block_size
-            for query_len, context_len, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True)
-            for position in range(context_len - query_len, context_len)
-        ]
+        slots, row = np.empty(sum(self.query_lens), dtype=np.int64), 0
+        for query_len, context_len, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True):
+            if query_len == 1:
+                block, offset = divmod(context_len - 1, block_size)
+                slots[row] = table[block] * block_size + offset
+            else:
+                blocks, offsets = np.divmod(np.arange(context_len - query_len, context_len), block_size)
+                slots[row : row + query_len] = np.array(table, dtype=np.int64)[blocks] * block_size + offsets
+            row += query_len
+        return slots
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer's number and query heads; with Qwen3's norms on the heads of q and k, their weights `[D]`."""
+
+    index: int
+    num_heads: int
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 0.0
 
 
 class AttentionBackend(Protocol):
     def prepare(self, batch: AttentionBatch) -> object:
         """Whatever every layer of this step needs; it travels as `ForwardContext.attention`."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor:
-        """Store k and v `[T, KV, D]` at the step's slots, and attend with q `[T, H, D]`."""
+    def forward(self, qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext) -> torch.Tensor:
+        """Queries, keys and values `[T, H + 2 * KV, D]` -> `[T, H, D]`.
+
+        Norms and rotates q and k, stores k and v at the step's slots, and attends.
+        """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mmserve.attention.base import AttentionBatch
+from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.kernels.cpu import (
     causal_attention,
@@ -15,6 +15,7 @@ from mmserve.kernels.cpu import (
     store_kv,
     store_rows,
 )
+from mmserve.kernels.reference import apply_rotary, rms_norm
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,18 @@ class TorchAttention:
     def prepare(self, batch: AttentionBatch) -> TorchAttentionMetadata:
         num_decodes = sum(1 for length in batch.query_lens if length == 1)
         assert all(length == 1 for length in batch.query_lens[:num_decodes]), "single queries come first"
-        slot_mapping = self._tensor(batch.slots(self._block_size))
+        slot_mapping = torch.from_numpy(batch.slots(self._block_size)).to(self._device)
         return TorchAttentionMetadata(
             store_rows(slot_mapping, self._num_kv_heads, self._block_size),
             self._groups(batch, num_decodes),
             self._chunks(batch, num_decodes),
         )
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, context: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext) -> torch.Tensor:
         metadata = context.attention
         assert isinstance(metadata, TorchAttentionMetadata)
-        kv_cache = context.kv_caches[layer]
+        kv_cache = context.kv_caches[layer.index]
+        q, k, v = _rotated(qkv, layer, context)
         store_kv(k, v, kv_cache, metadata.stored_rows)
         if len(metadata.groups) == 1 and not metadata.chunks:
             group = metadata.groups[0]
@@ -129,6 +129,20 @@ class TorchAttention:
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _rotated(
+    qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q and k, normed and rotated, and v; k and v have as many heads as q leaves them."""
+    num_heads, num_rotated = layer.num_heads, (qkv.shape[1] + layer.num_heads) // 2
+    qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = rms_norm(qk[:, :num_heads], layer.q_norm, layer.norm_eps)
+        k = rms_norm(qk[:, num_heads:], layer.k_norm, layer.norm_eps)
+        qk = torch.cat((q, k), dim=1)
+    qk = apply_rotary(qk, context.cos, context.sin)
+    return qk[:, :num_heads], qk[:, num_heads:], v
 
 
 def _padded(table: Sequence[int], num_blocks: int) -> list[int]:

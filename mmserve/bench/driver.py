@@ -1,4 +1,4 @@
-"""Runs a workload on our own engine: all requests offered at once, greedy, no end of sequence."""
+"""Runs a workload on our own engine: all requests offered at once, greedy, no end of sequence, ids in and ids out."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ async def run_workload(client: EngineClient, workload: Workload) -> list[Request
 
 
 async def _run_request(client: EngineClient, prompt: Prompt, max_tokens: int) -> RequestRecord:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     token_times: list[float] = []
     offered = time.perf_counter()
     async for delta in client.generate(list(prompt), params):

@@ -46,7 +46,8 @@ def run_encoder(
 
     Raises `RequestError` for other models than Qwen-VL's.
     """
-    checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
+    device = choose_device(config.device)
+    checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed, device=device)
     model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
     model_type = str(checkpoint.config.get("model_type"))
     processor = load_processor(checkpoint, checkpoint.tokenizer()) if model_type in _REFERENCES else None
@@ -55,7 +56,6 @@ def run_encoder(
         raise RequestError("invalid_request", f"encoders of these models can be compared: {known}", param="model")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, model, device)
     on_progress("Preparing")
     pages = [_prepare(processor, number, page_size, limits or PixelLimits(), device) for number in range(num_pages)]

@@ -13,10 +13,9 @@ from mmserve.bench.report import Report, versions
 from mmserve.bench.vision import Asker
 from mmserve.config import EngineConfig
 from mmserve.engine.client import EngineClient
-from mmserve.engine.prompt_builder import PromptBuilder
+from mmserve.engine.prompt_factory import open_prompts
 from mmserve.errors import RequestError
 from mmserve.vision.image_source import PixelLimits
-from mmserve.vision.preprocess_pool import PreprocessPool
 
 _CONCURRENCY = 8
 _MAX_TOKENS = 4
@@ -50,7 +49,7 @@ def run_image_memory(
     on_progress(f"Starting {config.names[0]}")
     with tempfile.TemporaryDirectory(prefix="mmserve-bench-") as folder:
         client = EngineClient.start(config)
-        prompts = _open_prompts(client, num_workers, limits)
+        prompts = open_prompts(client, num_workers=num_workers, limits=limits, capacity_bytes=_PATCHES_BYTES)
         asker = Asker(client, prompts, Path(folder))
         try:
             client.wait_until_ready()
@@ -89,14 +88,6 @@ def picture_order(start: int, stop: int) -> Iterator[int]:
 def _stops(num_pictures: int) -> tuple[int, ...]:
     """Every tenth of the way."""
     return tuple(num_pictures * tenth // 10 for tenth in range(1, 11))
-
-
-def _open_prompts(client: EngineClient, num_workers: int, limits: PixelLimits | None) -> PromptBuilder:
-    processor = client.image_processor
-    if processor is None:
-        return PromptBuilder(client.tokenizer)
-    pool = PreprocessPool(processor, num_workers, capacity_bytes=_PATCHES_BYTES, settle=client.settle)
-    return PromptBuilder(client.tokenizer, processor, pool, limits=limits)
 
 
 async def _ask_about_all(asker: Asker, stops: tuple[int, ...], on_progress: Callable[[str], None]) -> list[Report]:

@@ -2,14 +2,19 @@
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from PIL import Image, ImageDraw
 
-from mmserve.vision.image_source import ImageSource
+from mmserve.vision.decoded_picture import DecodedPicture, PictureSource
+from mmserve.vision.image_source import PICTURE_SETTINGS, ImageSource
 from mmserve.vision.page_types import Document
+from mmserve.vision.sniff import PDF_TYPE
 
+# How pages are offered: as decoded pictures, as PNG files, or as one PDF with a picture a page.
+PageForm = Literal["pixels", "png", "pdf"]
 A4_SIZE = (1240, 1754)
 _MARGIN_LEFT, _MARGIN_TOP, _LINE_HEIGHT, _WORDS_PER_LINE = 90, 80, 26, 24
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -42,8 +47,26 @@ def draw_picture(number: int) -> Image.Image:
     return Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
 
 
+def make_pages(numbers: Sequence[int], size: tuple[int, int], form: PageForm, folder: Path) -> list[PictureSource]:
+    """Pages of `size` (width, height) as a prompt names them; files go to `folder`."""
+    if form == "pixels":
+        return [DecodedPicture(draw_page(number, size), f"page {number}") for number in numbers]
+    if form == "png":
+        return [save_page(draw_page(number, size), folder / f"page-{number}.png") for number in numbers]
+    path = folder / f"pages-{numbers[0]}.pdf"
+    first, *others = numbers
+    rest = (draw_page(number, size) for number in others)
+    draw_page(first, size).save(path, "PDF", save_all=True, append_images=rest, resolution=PICTURE_SETTINGS.dpi)
+    document = _document(path, PDF_TYPE, len(numbers))
+    return [ImageSource(document, page) for page in range(1, len(numbers) + 1)]
+
+
 def save_page(image: Image.Image, path: Path) -> ImageSource:
     """As a PNG file, and how a prompt names it."""
     image.save(path, "PNG", compress_level=1)
+    return ImageSource(_document(path, "image/png", 1))
+
+
+def _document(path: Path, media_type: str, num_pages: int) -> Document:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return ImageSource(Document(path, path.name, "image/png", digest, num_pages=1))
+    return Document(path, path.name, media_type, digest, num_pages=num_pages)

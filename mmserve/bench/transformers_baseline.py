@@ -4,8 +4,8 @@ import contextlib
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -20,17 +20,22 @@ from mmserve.config import EngineConfig
 from mmserve.errors import EngineError
 from mmserve.weights import hub
 from mmserve.weights.checkpoint import open_checkpoint
+from mmserve.weights.shapes import find_shape, is_shape
 
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """What the process is started with; `path` is a folder with `config.json` or a GGUF file."""
+    """What the process is started with; `path` is a folder with `config.json` or a GGUF file.
 
-    path: Path
+    Without a path, the model has random weights at the shape of `config`.
+    """
+
+    path: Path | None
     is_dummy: bool
     device: str
     num_threads: int | None
     max_batch: int
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TransformersBaseline:
@@ -42,8 +47,12 @@ class TransformersBaseline:
     def __init__(self, config: EngineConfig) -> None:
         is_dummy = config.load_format == "dummy"
         device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-        path = hub.resolve(config.model, with_weights=not is_dummy)
-        settings = BaselineSettings(path, is_dummy, device, config.num_threads, config.scheduler.max_num_seqs)
+        path, shape = None, {}
+        if is_shape(config.model):
+            shape = dict(find_shape(config.model).config)
+        else:
+            path = hub.resolve(config.model, with_weights=not is_dummy)
+        settings = BaselineSettings(path, is_dummy, device, config.num_threads, config.scheduler.max_num_seqs, shape)
         context = multiprocessing.get_context("spawn")
         self._connection, self._other_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._other_end, settings), daemon=True)
@@ -177,10 +186,13 @@ def _load(settings: BaselineSettings) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if settings.path.is_file():
+    if settings.path is not None and settings.path.is_file():
         return _load_gguf(str(settings.path))
     if settings.is_dummy:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings.path), dtype=torch.bfloat16)
+        config = AutoConfig.from_pretrained(settings.path) if settings.path else AutoConfig.for_model(**settings.config)
+        # Billions of random numbers take minutes on a CPU.
+        with torch.device(settings.device):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.bfloat16)
 
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from mmserve.bench.memory import MemoryWatcher
-from mmserve.bench.pages import A4_SIZE, draw_page, draw_picture, save_page
+from mmserve.bench.pages import A4_SIZE, PageForm, draw_picture, make_pages, save_page
 from mmserve.bench.report import Measurement, Report, RequestRecord, make_report
 from mmserve.config import EngineConfig
 from mmserve.engine.client import EngineClient
 from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.errors import EngineError, RequestError
 from mmserve.request import SamplingParams
+from mmserve.vision.decoded_picture import PictureSource
 from mmserve.vision.image_source import ImageSource
 
 OpenPrompts = Callable[[EngineClient], PromptBuilder]
@@ -29,6 +30,7 @@ SUMMARY = "Summarise this page in five sentences."
 QUESTIONS = ("What is the total?", "Who signed it?", "List the dates.", "Which language is it?")
 # Pages of no workload: nothing about them is cached when they are asked about first.
 _FIRST_LATENCY_PAGE = 5000
+_WARM_UP_PAGE = 6000
 _NUM_WARM_UP_PICTURES = 4
 
 
@@ -68,10 +70,12 @@ def run_vision(
     workload: PageWorkload,
     open_prompts: OpenPrompts,
     *,
-    rounds: int = 1,
+    form: PageForm = "pixels",
+    rounds: int = 3,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """The figures of a workload on a fresh engine; before it, two questions about each of `rounds` further pages.
+    """The figures of a workload on a fresh engine; before it, two questions about each of `rounds` further pages, one
+    after the other. Pages are offered as `form` says.
 
     Raises what `EngineClient` raises, `RequestError` (`images_not_supported`) for a model that reads text only.
     """
@@ -82,7 +86,7 @@ def run_vision(
         try:
             client.wait_until_ready()
             asker = Asker(client, prompts, Path(folder))
-            report = asyncio.run(_measure(asker, workload, rounds, on_progress))
+            report = asyncio.run(_measure(asker, workload, form, rounds, on_progress))
         finally:
             prompts.close()
             client.close()
@@ -100,8 +104,8 @@ class Asker:
         self._serial_numbers = itertools.count()
         self._folder = folder
 
-    def page(self, number: int, size: tuple[int, int]) -> ImageSource:
-        return save_page(draw_page(number, size), self._folder / f"page-{number}.png")
+    def pages(self, numbers: Sequence[int], size: tuple[int, int], form: PageForm) -> list[PictureSource]:
+        return make_pages(numbers, size, form, self._folder)
 
     @contextmanager
     def picture(self, number: int) -> Iterator[ImageSource]:
@@ -112,7 +116,7 @@ class Asker:
         finally:
             path.unlink()
 
-    async def ask(self, source: ImageSource, question: str, max_tokens: int) -> RequestRecord:
+    async def ask(self, source: PictureSource, question: str, max_tokens: int) -> RequestRecord:
         """The clock starts before the page is read. Raises `EngineError` for an answer that is cut short."""
         parts = [{"type": "image", "source": source}, {"type": "text", "text": question}]
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -165,6 +169,10 @@ class Counters:
             stats.encoder_seconds,
         )
 
+    def seconds_since(self, earlier: "Counters") -> tuple[float, float]:
+        """Of preprocessing outside the engine, and of the encoder."""
+        return self.preprocess_seconds - earlier.preprocess_seconds, self.encoder_seconds - earlier.encoder_seconds
+
     def since(self, earlier: "Counters") -> Report:
         """What came to it, ready for JSON."""
         gains = {name: round(value - getattr(earlier, name), 3) for name, value in dataclasses.asdict(self).items()}
@@ -176,12 +184,27 @@ class Counters:
         }
 
 
-async def _measure(asker: Asker, workload: PageWorkload, rounds: int, on_progress: Callable[[str], None]) -> Report:
+@dataclass(frozen=True)
+class PageAlone:
+    """Two questions about one page, on an engine that does nothing else; the seconds are the first question's."""
+
+    first: RequestRecord
+    second: RequestRecord
+    preprocess_seconds: float
+    encoder_seconds: float
+
+
+async def _measure(
+    asker: Asker, workload: PageWorkload, form: PageForm, rounds: int, on_progress: Callable[[str], None]
+) -> Report:
     await asker.warm_up()
+    (page,) = asker.pages([_WARM_UP_PAGE], workload.page_size, form)
+    await asker.ask(page, SUMMARY, 1)
     on_progress("Two questions about one page")
-    pairs = [await _ask_twice(asker, _FIRST_LATENCY_PAGE + index, workload.page_size) for index in range(rounds)]
+    numbers = range(_FIRST_LATENCY_PAGE, _FIRST_LATENCY_PAGE + rounds)
+    alone = [await _ask_twice(asker, page) for page in asker.pages(numbers, workload.page_size, form)]
     on_progress(f"{workload.name}: drawing {workload.num_pages} pages")
-    pages = [asker.page(number, workload.page_size) for number in workload.page_numbers]
+    pages = asker.pages(workload.page_numbers, workload.page_size, form)
     before = Counters.read(asker)
     on_progress(f"{workload.name}: {workload.num_pages} pages, {len(workload.questions)} questions each")
     records = await asyncio.gather(
@@ -191,20 +214,44 @@ async def _measure(asker: Asker, workload: PageWorkload, rounds: int, on_progres
         )
     )
     gained = Counters.read(asker).since(before)
-    return {**_speed_report(asker.client, workload, records), **gained, "same_page": _same_page_report(pairs)}
-
-
-async def _ask_twice(asker: Asker, number: int, size: tuple[int, int]) -> tuple[RequestRecord, RequestRecord]:
-    """On an engine that does nothing else."""
-    page = asker.page(number, size)
-    return await asker.ask(page, QUESTIONS[0], 1), await asker.ask(page, QUESTIONS[1], 1)
-
-
-def _same_page_report(pairs: Sequence[tuple[RequestRecord, RequestRecord]]) -> Report:
-    """Medians over the pages."""
-    first, second = ([pair[index].time_to_first_token for pair in pairs] for index in (0, 1))
+    speed = _speed_report(asker.client, workload, records)
     return {
-        "prompt_tokens": pairs[0][0].num_prompt_tokens,
+        **speed,
+        "source": form,
+        **gained,
+        "page_alone": _alone_report(alone),
+        "same_page": _same_page_report(alone),
+    }
+
+
+async def _ask_twice(asker: Asker, page: PictureSource) -> PageAlone:
+    before = Counters.read(asker)
+    first = await asker.ask(page, QUESTIONS[0], 1)
+    seconds = Counters.read(asker).seconds_since(before)
+    return PageAlone(first, await asker.ask(page, QUESTIONS[1], 1), *seconds)
+
+
+def _alone_report(pages: Sequence[PageAlone]) -> Report:
+    """Medians over the pages, of the first question about each."""
+
+    def milliseconds(values: Iterable[float]) -> float:
+        return round(statistics.median(values) * 1000, 2)
+
+    return {
+        "num_pages": len(pages),
+        "prompt_tokens": pages[0].first.num_prompt_tokens,
+        "ttft_ms": milliseconds(page.first.time_to_first_token for page in pages),
+        "preprocess_ms": milliseconds(page.preprocess_seconds for page in pages),
+        "encoder_ms": milliseconds(page.encoder_seconds for page in pages),
+    }
+
+
+def _same_page_report(pages: Sequence[PageAlone]) -> Report:
+    """Medians over the pages."""
+    first = [page.first.time_to_first_token for page in pages]
+    second = [page.second.time_to_first_token for page in pages]
+    return {
+        "prompt_tokens": pages[0].first.num_prompt_tokens,
         "ttft_ms": {
             "first_question": round(statistics.median(first) * 1000, 2),
             "second_question": round(statistics.median(second) * 1000, 2),

@@ -67,6 +67,10 @@ def _text(name: str, num_prompts: int) -> Workload:
     return Workload(name, text_prompts(num_prompts, 256), max_tokens=128)
 
 
+def _single_text(name: str, num_prompts: int) -> Workload:
+    return Workload(name, _text(name, num_prompts).prompts, max_tokens=128, concurrency=1)
+
+
 def _mixed(name: str, num_prompts: int) -> Workload:
     return Workload(name, mixed_prompts(num_prompts, 10, 200), max_tokens=128)
 
@@ -81,6 +85,7 @@ WORKLOADS = {
     "C1": WorkloadKind("16 prompts of 256 tokens at once, 64 tokens out (for a CPU)", 16, _batch),
     "single": WorkloadKind("the first prompts of C1, one after the other", 4, _single),
     "T1": WorkloadKind("256 prompts of 256 tokens at once, 128 tokens out", 256, _text),
+    "T1-single": WorkloadKind("the first prompts of T1, one after the other", 4, _single_text),
     "T3": WorkloadKind("200 prompts of 10 to 200 tokens at once, 128 tokens out", 200, _mixed),
     "T4": WorkloadKind("256 prompts of one cached prefix of 2048 and 64 more, 64 tokens out", 256, _shared_prefix),
 }

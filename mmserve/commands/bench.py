@@ -83,9 +83,18 @@ def vision(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of answers in D1 and D2, if not theirs.", show_default=False)
     ] = None,
+    source: Annotated[
+        Literal["pixels", "png", "pdf"],
+        typer.Option(help="How D1 and D2 offer pages: as decoded pictures, as PNG files, or as one PDF of pictures."),
+    ] = "pixels",
     rounds: Annotated[
-        int, typer.Option(min=1, help="Pages that are asked about twice in D1 and D2; rounds of encoder.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Pages that are asked about alone in D1 and D2, 3 if not given; rounds of encoder, 1.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON to this file as well.")
     ] = None,
@@ -96,8 +105,9 @@ def vision(
     """Offer pages to a vision-language model; print speed, latencies and memory.
 
     Pages of A4 at 150 dpi with random words, from fixed seeds; answers are greedy and of a fixed length. The clock
-    starts before a page is read from its file. Before D1 and D2, two questions about each of --rounds further pages
-    are asked, one after the other: same_page says how soon each is answered. Seconds of preprocessing and encoder are
+    starts before a page is read or hashed. Before D1 and D2, two questions about each of --rounds further pages are
+    asked, one after the other: page_alone says how soon a page is answered that is the only one, and same_page how
+    much sooner when it is known. Seconds of preprocessing, which are those outside the engine, and of the encoder are
     sums over pages.
 
     \b
@@ -109,7 +119,7 @@ def vision(
     _check_output(output)
     config = engine.to_config()
     with _progress(quiet) as on_progress:
-        report = _run_vision(config, pictures, workload, num_pages, max_tokens, rounds, on_progress)
+        report = _run_vision(config, pictures, workload, source, num_pages, max_tokens, rounds, on_progress)
     _write(report, output)
 
 
@@ -117,16 +127,17 @@ def _run_vision(
     config: EngineConfig,
     pictures: VisionOptions,
     workload: str,
+    source: Literal["pixels", "png", "pdf"],
     num_pages: int | None,
     max_tokens: int | None,
-    rounds: int,
+    rounds: int | None,
     on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     limits = pictures.to_limits()
     if workload == "encoder":
         from mmserve.bench.encoder import run_encoder
 
-        return run_encoder(config, num_pages=num_pages or 4, rounds=rounds, limits=limits, on_progress=on_progress)
+        return run_encoder(config, num_pages=num_pages or 4, rounds=rounds or 1, limits=limits, on_progress=on_progress)
     if workload == "memory":
         from mmserve.bench.image_memory import run_image_memory
 
@@ -141,7 +152,7 @@ def _run_vision(
 
     pages = build_page_workload(workload, num_pages, max_tokens)
     open_prompts = functools.partial(pictures.open_prompts, pages=PageLimits())
-    return run_vision(config, pages, open_prompts, rounds=rounds, on_progress=on_progress)
+    return run_vision(config, pages, open_prompts, form=source, rounds=rounds or 3, on_progress=on_progress)
 
 
 def _check_output(output: Path | None) -> None:

@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from mmserve.config import CacheConfig, DTypeName, EngineConfig, LoadFormat, SchedulerConfig, parse_bytes
+from mmserve.config import (
+    CacheConfig,
+    DTypeName,
+    EngineConfig,
+    LoadFormat,
+    PixelsOnName,
+    SchedulerConfig,
+    VisionAttentionName,
+    VisionConfig,
+    parse_bytes,
+)
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 from mmserve.vision.image_source import PixelLimits
@@ -68,10 +78,17 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None, _engine(min=1, help="Tokens of prompt and answer together; as the model says if not given.")
     ] = None
-    max_num_seqs: Annotated[int, _engine(min=1, help="Sequences that run at once.")] = SchedulerConfig.max_num_seqs
+    max_num_seqs: Annotated[
+        int | None, _engine(min=1, help="Sequences that run at once: 64 on a CPU, 256 on a GPU if not given.")
+    ] = None
     max_num_batched_tokens: Annotated[
-        int, _engine(min=1, help="Tokens computed in one step; longer prompts are done in chunks.")
-    ] = SchedulerConfig.max_num_batched_tokens
+        int | None,
+        _engine(
+            min=1,
+            help="Tokens computed in one step: 2048 on a CPU, 8192 on a GPU if not given; longer prompts are done in"
+            " chunks.",
+        ),
+    ] = None
     max_num_waiting: Annotated[int, _engine(min=1, help="Requests that may wait; more are refused.")] = (
         SchedulerConfig.max_num_waiting
     )
@@ -81,6 +98,14 @@ class EngineOptions:
     encoder_cache_tokens: Annotated[int, _engine(min=1, help="Image tokens that are kept once they were encoded.")] = (
         SchedulerConfig.encoder_cache_tokens
     )
+    vision_attention: Annotated[
+        VisionAttentionName,
+        _engine(help="What computes the attention of the vision encoder; auto is what is fastest on the device."),
+    ] = "auto"
+    pixels_on: Annotated[
+        PixelsOnName,
+        _engine(help="Where pictures are scaled and cut: in a worker or on the device; auto is there on a GPU."),
+    ] = "auto"
     block_size: Annotated[int, _engine(min=1, help="Tokens in one block of the KV cache.")] = CacheConfig.block_size
     kv_cache_memory_bytes: Annotated[
         str | None, _engine(metavar="SIZE", help="Memory of the KV cache, such as 512MiB; 2GiB on a CPU.")
@@ -93,6 +118,13 @@ class EngineOptions:
         bool, _engine(help="Keep what was computed for a prompt, for others that begin alike.")
     ] = CacheConfig.enable_prefix_caching
     seed: Annotated[int, _engine(help="Seed of random sampling.")] = EngineConfig.seed
+    enforce_eager: Annotated[bool, _engine("--enforce-eager", help="Decode without CUDA graphs.")] = (
+        EngineConfig.enforce_eager
+    )
+    async_scheduling: Annotated[
+        bool | None,
+        _engine(help="Prepare a step while the one before it runs; on a GPU only if not given.", show_default=False),
+    ] = None
     engine_process: Annotated[
         bool, _engine("--engine-process/--engine-thread", help="Run the engine in a process or a thread of its own.")
     ] = EngineConfig.use_process
@@ -110,19 +142,23 @@ class EngineOptions:
             seed=self.seed,
             num_threads=self.num_threads,
             use_process=self.engine_process,
+            enforce_eager=self.enforce_eager,
+            async_scheduling=self.async_scheduling,
             cache=CacheConfig(
                 block_size=self.block_size,
                 memory_bytes=None if size is None else parse_bytes(size),
                 memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
             ),
-            scheduler=SchedulerConfig(
+            scheduler=SchedulerConfig.for_device(
+                self.device,
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_waiting=self.max_num_waiting,
                 max_encoder_tokens=self.max_encoder_tokens,
                 encoder_cache_tokens=self.encoder_cache_tokens,
             ),
+            vision=VisionConfig(attention=self.vision_attention, pixels_on=self.pixels_on),
         )
 
 
@@ -169,15 +205,9 @@ class VisionOptions:
 
     def open_prompts(self, client: "EngineClient", pages: PageLimits) -> "PromptBuilder":
         """What turns messages into prompts of the client's model; close it when done."""
-        from mmserve.engine.prompt_builder import PromptBuilder
+        from mmserve.engine.prompt_factory import open_prompts
 
-        limits, processor = self.to_limits(), client.image_processor
-        if processor is None:
-            return PromptBuilder(client.tokenizer, limits=limits)
-        from mmserve.vision.preprocess_pool import PreprocessPool
-
-        pool = PreprocessPool(processor, self.num_preprocess_workers, pages, settle=client.settle)
-        return PromptBuilder(client.tokenizer, processor, pool, limits=limits)
+        return open_prompts(client, num_workers=self.num_preprocess_workers, limits=self.to_limits(), pages=pages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ import operator
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -121,13 +121,13 @@ class EngineClient:
         try:
             self._submit(list(builders), token_ids, params, tuple(images))
             while mailbox.open_ids:
-                output = await mailbox.get()
-                if output.request_id not in mailbox.open_ids:
-                    continue
-                delta = builders[output.request_id].push(output)
-                if delta.finish_reason is not None:
-                    self._close(output.request_id, aborts=output.finish_reason is None)
-                yield delta
+                for output in await mailbox.take():
+                    if output.request_id not in mailbox.open_ids:
+                        continue
+                    delta = builders[output.request_id].push(output)
+                    if delta.finish_reason is not None:
+                        self._close(output.request_id, aborts=output.finish_reason is None)
+                    yield delta
         except MMServeError:
             for builder in builders.values():
                 builder.fail()
@@ -240,12 +240,12 @@ class EngineClient:
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """One wake-up a loop for all outputs of a step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenOutput]]] = {}
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenOutput]]] = defaultdict(list)
         with self._lock:
             for output in outputs:
                 mailbox = self._mailboxes.get(output.request_id)
                 if mailbox is not None:
-                    by_loop.setdefault(mailbox.loop, []).append((mailbox, output))
+                    by_loop[mailbox.loop].append((mailbox, output))
         for loop, items in by_loop.items():
             _call_in_loop(loop, partial(_put_all, items))
 
@@ -257,7 +257,7 @@ class EngineClient:
             mailboxes = set(self._mailboxes.values())
             settling, self._settling = self._settling, {}
         # What it worked on died with it; its running totals stay true.
-        self.stats = replace(self.stats, num_requests_running=0, num_requests_waiting=0, kv_cache_usage_ratio=0.0)
+        self.stats = self.stats._replace(num_requests_running=0, num_requests_waiting=0, kv_cache_usage_ratio=0.0)
         self._settled.set()
         for settled in settling.values():
             settled.set_result(None)
@@ -267,25 +267,38 @@ class EngineClient:
 
 
 class Mailbox:
-    """Where one request's outputs wait for its reader; only its event loop touches the queue."""
+    """Where one request's outputs wait for its only reader; nobody but its event loop touches them."""
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request_id = request_id
         self.loop = loop
         self.open_ids: set[str] = set()
-        self._queue: asyncio.Queue[TokenOutput | MMServeError] = asyncio.Queue()
+        self._outputs: list[TokenOutput] = []
+        self._error: MMServeError | None = None
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, output: TokenOutput) -> None:
-        self._queue.put_nowait(output)
+        self._outputs.append(output)
+        self._wake_reader()
 
     def fail(self, error: MMServeError) -> None:
-        self._queue.put_nowait(error)
+        """The reader gets what has come so far, and then the error."""
+        self._error = error
+        self._wake_reader()
 
-    async def get(self) -> TokenOutput:
-        item = await self._queue.get()
-        if isinstance(item, MMServeError):
-            raise item
-        return item
+    async def take(self) -> list[TokenOutput]:
+        """All that has come since the last call, waiting until there is something."""
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._reader = self.loop.create_future()
+            await self._reader
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def _put_all(items: Sequence[tuple[Mailbox, TokenOutput]]) -> None:

@@ -24,13 +24,16 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that is safe to show now; "" once a stop string was met."""
+        if not self._stops:
+            self.num_tokens += len(token_ids)
+            return self._stream.push(token_ids)
         shown: list[str] = []
         for token_id in token_ids:
             if self.stop_string is not None:
                 break
             self.num_tokens += 1
             text = self._stream.step(token_id) or ""
-            shown.append(self._release(text) if self._stops and self.num_tokens > self._min_tokens else text)
+            shown.append(self._release(text) if self.num_tokens > self._min_tokens else text)
         return "".join(shown)
 
     def finish(self) -> str:

@@ -1,11 +1,13 @@
 """The loop's one step: schedule, run, update."""
 
+from collections import deque
+
 from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineReady, EngineRequest, RequestFailure, StepOutput, TokenOutput
-from mmserve.engine.model_runner import ModelRunner
+from mmserve.engine.model_runner import ModelRunner, PendingStep, choose_device
 from mmserve.engine.sampler import check_token_ids
-from mmserve.engine.scheduler import Scheduler
+from mmserve.engine.scheduler import ScheduledBatch, Scheduler
 from mmserve.errors import MMServeError, RequestError
 from mmserve.request import Sequence
 from mmserve.weights.checkpoint import Checkpoint, open_checkpoint
@@ -16,11 +18,14 @@ class Engine:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
         """Load and warm up. Raises `SetupError`."""
-        checkpoint = checkpoint or open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
+        checkpoint = checkpoint or open_checkpoint(
+            config.model, load_format=config.load_format, seed=config.seed, device=choose_device(config.device)
+        )
         encoder_cache = EncoderCache(config.scheduler.encoder_cache_tokens)
         self._runner = ModelRunner(config, checkpoint, encoder_cache)
-        self._runner.warm_up(config.scheduler.max_num_batched_tokens)
+        self._runner.warm_up()
         self._vocab_size = self._runner.model_config.vocab_size
+        self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -41,7 +46,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work
 
     def add_request(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request. One that is refused gets its answer at once: an output that carries the failure."""
@@ -58,9 +63,14 @@ class Engine:
         return TokenOutput(request_id, finish_reason="abort") if self.scheduler.abort(request_id) else None
 
     def step(self) -> StepOutput:
+        """Launch a batch, and take the results of the oldest in flight; on a GPU that is the one before."""
         batch = self.scheduler.schedule()
-        sampled = self._runner.run(batch)
-        outputs = self.scheduler.update(batch, sampled)
+        if batch.sequences:
+            self._in_flight.append((batch, self._runner.run(batch)))
+            if len(self._in_flight) <= self._runner.num_steps_ahead:
+                return StepOutput((), self.scheduler.stats())
+        finished, step = self._in_flight.popleft()
+        outputs = self.scheduler.update(finished, step.take())
         return StepOutput(tuple(outputs), self.scheduler.stats())
 
     def _check(self, request: EngineRequest) -> None:

@@ -1,6 +1,8 @@
 """Plain structs that cross the boundary between front end and engine, by queue or by pipe."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from mmserve.errors import ErrorCode
 from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
@@ -47,8 +49,8 @@ class RequestFailure:
     param: str | None = None
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+# A tuple, since there is one for every token of every sequence: making a frozen dataclass takes twice as long.
+class TokenOutput(NamedTuple):
     """What a step added to one sequence. The last one carries `finish_reason`; `queue_seconds` comes with the first."""
 
     request_id: str
@@ -61,8 +63,7 @@ class TokenOutput:
     failure: RequestFailure | None = None
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """Gauges and running totals since start, as the metrics of the same names."""
 
     num_requests_running: int = 0
@@ -78,10 +79,18 @@ class EngineStats:
     encoder_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     outputs: tuple[TokenOutput, ...]
     stats: EngineStats
+
+    def __reduce__(self) -> tuple[Callable[..., "StepOutput"], tuple[Any, ...]]:
+        """Pickled as columns: for 256 outputs two thirds of the bytes and a third of the time of one object each."""
+        return _step_of_columns, (tuple(zip(*self.outputs, strict=True)), tuple(self.stats))
+
+
+def _step_of_columns(columns: tuple[tuple[Any, ...], ...], stats: tuple[Any, ...]) -> StepOutput:
+    return StepOutput(tuple(map(TokenOutput._make, zip(*columns, strict=True))), EngineStats._make(stats))
 
 
 @dataclass(frozen=True)

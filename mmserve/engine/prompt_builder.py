@@ -10,8 +10,9 @@ from typing import Any
 
 from mmserve.errors import RequestError
 from mmserve.request import ImageSpan
+from mmserve.vision.decoded_picture import PictureSource
 from mmserve.vision.image_plan import ImageProcessor
-from mmserve.vision.image_source import ImageSource, PixelLimits
+from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.preprocess_pool import PlannedImage, PreprocessPool
 from mmserve.vision.preprocess_worker import Processed
 from mmserve.weights.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ class BuiltPrompt:
 class PromptBuilder:
     """Messages are as chat templates know them; a content may have parts of type text and of type image.
 
-    An image part is `{"type": "image", "source": ImageSource, "limits": PixelLimits}`, the limits being optional.
+    An image part is `{"type": "image", "source": PictureSource, "limits": PixelLimits}`, the limits being optional.
     Without `processor` and `pool` the model reads text only.
     """
 
@@ -52,7 +53,7 @@ class PromptBuilder:
     def reads_images(self) -> bool:
         return self._processor is not None and self.pool is not None
 
-    async def num_image_tokens(self, source: ImageSource, limits: PixelLimits | None = None) -> int:
+    async def num_image_tokens(self, source: PictureSource, limits: PixelLimits | None = None) -> int:
         """Tokens that the picture takes in a prompt, those between its tiles included; no pixel is decoded."""
         processor, pool = self._vision()
         planned = await pool.plan(source, limits or self.limits)
@@ -76,10 +77,10 @@ class PromptBuilder:
             yield BuiltPrompt(await self._encode(messages, template_arguments))
             return
         processor, pool = self._vision()
-        planned = await asyncio.gather(
-            *(pool.plan(part["source"], part.get("limits") or self.limits) for part in parts)
+        token_ids, planned = await asyncio.gather(
+            self._encode(messages, template_arguments),
+            asyncio.gather(*(pool.plan(part["source"], part.get("limits") or self.limits) for part in parts)),
         )
-        token_ids = await self._encode(messages, template_arguments)
         self._check(token_ids, planned, max_tokens)
         async with pool.hold(planned) as processed:
             yield _expanded(token_ids, processor, list(zip(map(pool.digest, planned), processed, strict=True)))

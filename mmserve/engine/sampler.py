@@ -7,7 +7,7 @@ top_k, top_p, min_p. A row's draw depends on its own logits, seed and number of 
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from itertools import chain
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from mmserve.errors import RequestError
+from mmserve.kernels.transfer import record_event, to_device, to_host
 from mmserve.request import MAX_LOGPROBS, SampledToken, SamplingParams, Sequence, TokenLogprob
 
 # Written for a log-probability of minus infinity, which JSON cannot carry; the value is OpenAI's.
@@ -27,57 +28,85 @@ WIDENING = 16
 DRAW_BLOCK = 128
 
 
+class PendingTokens:
+    """What a step sampled: on a GPU it is still being computed, and `take` waits for it."""
+
+    def __init__(self, token_ids: torch.Tensor, logprobs: "PendingLogprobs | None" = None) -> None:
+        """`token_ids` `[n]` stay on their device, for the next step."""
+        self.token_ids = token_ids
+        self._logprobs = logprobs
+        self._on_host = to_host(token_ids)
+        self._event = record_event(token_ids.device) if token_ids.device.type == "cuda" else None
+
+    def take(self) -> list[SampledToken]:
+        """One token a row."""
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids = self._on_host.tolist()
+        logprobs = self._logprobs.take(token_ids) if self._logprobs else {}
+        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+
 class Sampler:
     """Chooses the next token of every sequence; keeps nothing between calls."""
 
     def __init__(self, *, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequences: Rows[Sequence],
+        num_output_tokens: Rows[int] | None = None,
+        best: torch.Tensor | None = None,
+    ) -> PendingTokens:
         """`logits` is [n, vocab] of any float dtype and is left as it was; row i belongs to `sequences[i]`.
 
-        A row of NaN gets an arbitrary token of the vocabulary, and its neighbours theirs.
+        `num_output_tokens` counts those before this one, pending ones among them; `best` [n] are the rows' maxima,
+        where they are known. A row of NaN gets an arbitrary token of the vocabulary, and its neighbours theirs.
         """
+        counts = num_output_tokens or [len(sequence.output_token_ids) for sequence in sequences]
         # Not argmax, which takes six times as long on CPU bfloat16.
-        chosen = logits.max(dim=-1).indices
-        special = [row for row, sequence in enumerate(sequences) if self._is_special(sequence)]
+        chosen = logits.max(dim=-1).indices if best is None else best
+        banned = [self._banned_ids(sequence.params, count) for sequence, count in zip(sequences, counts, strict=True)]
+        special = [row for row, sequence in enumerate(sequences) if banned[row] or _is_special(sequence.params)]
         if special:
-            scores = _take_rows(logits, special).to(torch.float32, copy=True)
-            chosen[special] = self._choose(scores, [sequences[row] for row in special])
-        token_ids = chosen.tolist()
-        logprobs = _logprobs(logits, token_ids, sequences)
-        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+            rows = to_device(special, logits.device)
+            scores = logits.index_select(0, rows).to(torch.float32, copy=True)
+            picked = _choose(
+                scores, [sequences[i] for i in special], [counts[i] for i in special], [banned[i] for i in special]
+            )
+            chosen = chosen.index_copy(0, rows, picked)
+        return PendingTokens(chosen, _logprobs(logits, chosen, sequences))
 
-    def _is_special(self, sequence: Sequence) -> bool:
-        params = sequence.params
-        return (
-            _is_random(params)
-            or params.repetition_penalty != 1.0
-            or _penalises_counts(params)
-            or bool(params.logit_bias)
-            or bool(self._banned_ids(sequence))
-        )
-
-    def _banned_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        params = sequence.params
-        if len(sequence.output_token_ids) >= params.min_tokens:
+    def _banned_ids(self, params: SamplingParams, num_output_tokens: int) -> tuple[int, ...]:
+        if num_output_tokens >= params.min_tokens:
             return ()
         return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
 
-    def _choose(self, scores: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
-        """Adjusts `scores` [n, vocab] in place -> token ids [n]."""
-        _apply_repetition_penalty(scores, sequences)
-        _apply_count_penalties(scores, sequences)
-        _apply_logit_bias(scores, sequences)
-        rows, ids = _pairs(scores, [self._banned_ids(sequence) for sequence in sequences])
-        scores[rows, ids] = -torch.inf
-        random = [row for row, sequence in enumerate(sequences) if _is_random(sequence.params)]
-        if len(random) == len(sequences):
-            return _draw(scores, sequences)
-        chosen = scores.max(dim=-1).indices
-        if random:
-            chosen[random] = _draw(scores[random], [sequences[row] for row in random])
-        return chosen
+
+def _is_special(params: SamplingParams) -> bool:
+    return _is_random(params) or params.needs_last_token or bool(params.logit_bias)
+
+
+def _choose(
+    scores: torch.Tensor, sequences: Rows[Sequence], counts: Rows[int], banned: Rows[tuple[int, ...]]
+) -> torch.Tensor:
+    """Adjusts `scores` [n, vocab] in place -> token ids [n]."""
+    _apply_repetition_penalty(scores, sequences)
+    _apply_count_penalties(scores, sequences)
+    _apply_logit_bias(scores, sequences)
+    if any(banned):
+        scores[_pairs(scores, banned)] = -torch.inf
+    random = [row for row, sequence in enumerate(sequences) if _is_random(sequence.params)]
+    if len(random) == len(sequences):
+        return _draw(scores, sequences, counts)
+    chosen = scores.max(dim=-1).indices
+    if random:
+        rows = to_device(random, scores.device)
+        drawn = _draw(scores[rows], [sequences[row] for row in random], [counts[row] for row in random])
+        chosen = chosen.index_copy(0, rows, drawn)
+    return chosen
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -103,16 +132,12 @@ def _penalises_counts(params: SamplingParams) -> bool:
     return params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def _take_rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return values if len(rows) == len(values) else values[rows]
-
-
 def _pairs(like: torch.Tensor, ids_of_rows: Rows[Collection[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """One list of ids a row -> flat (rows, ids), to index `like` [n, vocab] with."""
     lengths = [len(ids) for ids in ids_of_rows]
     rows = np.repeat(np.arange(len(lengths)), lengths)
     ids = np.fromiter(chain.from_iterable(ids_of_rows), dtype=np.int64, count=sum(lengths))
-    return torch.from_numpy(rows).to(like.device), torch.from_numpy(ids).to(like.device)
+    return to_device(rows, like.device), to_device(ids, like.device)
 
 
 def _apply_repetition_penalty(scores: torch.Tensor, sequences: Rows[Sequence]) -> None:
@@ -120,7 +145,7 @@ def _apply_repetition_penalty(scores: torch.Tensor, sequences: Rows[Sequence]) -
     if all(penalty == 1.0 for penalty in penalties):
         return
     rows, ids = _pairs(scores, [[] if s.params.repetition_penalty == 1.0 else s.token_ids for s in sequences])
-    penalty = scores.new_tensor(penalties)[rows]
+    penalty = to_device(penalties, scores.device, scores.dtype)[rows]
     # An id that occurs twice is written twice, with the same value.
     seen = scores[rows, ids]
     scores[rows, ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
@@ -130,35 +155,37 @@ def _apply_count_penalties(scores: torch.Tensor, sequences: Rows[Sequence]) -> N
     if not any(_penalises_counts(sequence.params) for sequence in sequences):
         return
     outputs = [s.output_token_ids if _penalises_counts(s.params) else [] for s in sequences]
-    rows, ids = _pairs(scores, outputs)
-    vocab_size = scores.shape[-1]
-    keys, counts = torch.unique(rows * vocab_size + ids, return_counts=True)
-    rows, ids = keys // vocab_size, keys % vocab_size
-    presence = scores.new_tensor([sequence.params.presence_penalty for sequence in sequences])
-    frequency = scores.new_tensor([sequence.params.frequency_penalty for sequence in sequences])
-    scores[rows, ids] -= presence[rows] + frequency[rows] * counts
+    pairs = _pairs(scores, outputs)
+    counts = torch.zeros_like(scores).index_put_(pairs, scores.new_ones(len(pairs[0])), accumulate=True)
+    presence = to_device([sequence.params.presence_penalty for sequence in sequences], scores.device, scores.dtype)
+    frequency = to_device([sequence.params.frequency_penalty for sequence in sequences], scores.device, scores.dtype)
+    scores -= presence[:, None] * (counts > 0) + frequency[:, None] * counts
 
 
 def _apply_logit_bias(scores: torch.Tensor, sequences: Rows[Sequence]) -> None:
     biases = [sequence.params.logit_bias for sequence in sequences]
-    rows, ids = _pairs(scores, biases)
-    scores[rows, ids] += scores.new_tensor([value for bias in biases for value in bias.values()])
+    if any(biases):
+        values = to_device([value for bias in biases for value in bias.values()], scores.device, scores.dtype)
+        scores.index_put_(_pairs(scores, biases), values, accumulate=True)
 
 
-def _draw(scores: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+def _draw(scores: torch.Tensor, sequences: Rows[Sequence], counts: Rows[int]) -> torch.Tensor:
     """Random token ids [n] from adjusted `scores` [n, vocab]."""
     choices = [s.params for s in sequences]
     vocab_size = scores.shape[-1]
-    settings = torch.tensor(
-        [
-            [max(params.temperature, MIN_TEMPERATURE) for params in choices],
-            [min(params.top_k or vocab_size, vocab_size) for params in choices],
-            [params.top_p for params in choices],
-            [params.min_p for params in choices],
-            [uniform(s.seed, len(s.output_token_ids)) for s in sequences],
-        ],
-        dtype=torch.float64,
-    ).to(scores.device)
+    rows = [
+        [max(params.temperature, MIN_TEMPERATURE) for params in choices],
+        [min(params.top_k or vocab_size, vocab_size) for params in choices],
+        [params.top_p for params in choices],
+        [params.min_p for params in choices],
+        [uniform(s.seed, count) for s, count in zip(sequences, counts, strict=True)],
+    ]
+    settings = to_device(np.array(rows), scores.device)
+    if scores.device.type == "cuda":
+        from mmserve.kernels.sampling import sample
+
+        temperature, top_k, top_p, min_p, draw = settings.float()
+        return sample(scores, temperature, top_k.int(), top_p, min_p, draw)
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / settings[0, :, None].float()
     narrow = [row for row, params in enumerate(choices) if params.top_p < 1.0 or 0 < params.top_k < vocab_size]
     if len(narrow) == len(choices):
@@ -204,14 +231,23 @@ def _draw_narrow(scores: torch.Tensor, settings: torch.Tensor, num_candidates: i
     has_top_k = top_k < scores.shape[-1]
     total = ends[:, -1:] if bool(has_top_k.all()) else _totals(scores, ends, has_top_k)
     kept = (rank < top_k) & (ends - weights < top_p * total) & (weights >= min_p)
-    last_kept = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
-    place = torch.minimum(_first_above(ends, draw * ends.gather(1, last_kept)), last_kept)
-    drawn = token_ids.gather(1, place).squeeze(1)
+    drawn = _draw_in_order(torch.where(kept, weights, 0.0), token_ids, draw)
     overflow = ((top_k > num_candidates) & (has_top_k | kept[:, -1:])).squeeze(1)
     if bool(overflow.any()):
         more = min(num_candidates * WIDENING, scores.shape[-1])
         drawn[overflow] = _draw_narrow(scores[overflow], settings[:, overflow], more)
     return drawn
+
+
+def _draw_in_order(weights: torch.Tensor, token_ids: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+    """By inverse distribution in the order of the vocabulary; a token of weight 0 is never drawn."""
+    token_ids, order = token_ids.sort(dim=-1)
+    weights = weights.gather(1, order)
+    ends = weights.cumsum(dim=-1)
+    rank = torch.arange(weights.shape[-1], device=weights.device)
+    last = torch.where(weights > 0, rank, 0).amax(dim=-1, keepdim=True)
+    place = torch.minimum(_first_above(ends, draw * ends[:, -1:]), last)
+    return token_ids.gather(1, place).squeeze(1)
 
 
 def _totals(scores: torch.Tensor, ends: torch.Tensor, has_top_k: torch.Tensor) -> torch.Tensor:
@@ -225,23 +261,33 @@ def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
 
 
-def _logprobs(logits: torch.Tensor, token_ids: list[int], sequences: Rows[Sequence]) -> dict[int, TokenLogprob]:
-    """Row -> log-probabilities of the raw logits, for the rows that want them."""
-    wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
-    if not wanted:
-        return {}
-    rows = list(wanted)
-    raw = _take_rows(logits, rows).float()
-    raw = raw - raw.logsumexp(dim=-1, keepdim=True)
-    own = raw.gather(1, torch.tensor([[token_ids[row]] for row in rows], device=raw.device))
-    best, best_ids = raw.topk(min(MAX_LOGPROBS, raw.shape[-1]), dim=-1)
-    table = zip(rows, own[:, 0].tolist(), best_ids.tolist(), best.tolist(), strict=True)
-    return {
-        row: TokenLogprob(
-            token_ids[row], _finite(value), tuple(zip(ids, map(_finite, values), strict=True))[: wanted[row]]
-        )
-        for row, value, ids, values in table
-    }
+class PendingLogprobs:
+    """Log-probabilities of the raw logits, for the rows that want them."""
+
+    def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, num_wanted: Mapping[int, int]) -> None:
+        """`num_wanted`: row of `logits` -> number of alternatives."""
+        self._num_wanted = num_wanted
+        rows = to_device(list(num_wanted), logits.device)
+        raw = logits.index_select(0, rows).float()
+        raw = raw - raw.logsumexp(dim=-1, keepdim=True)
+        best, best_ids = raw.topk(min(MAX_LOGPROBS, raw.shape[-1]), dim=-1)
+        own = raw.gather(1, chosen.index_select(0, rows)[:, None])
+        self._on_host = tuple(map(to_host, (own[:, 0], best_ids, best)))
+
+    def take(self, token_ids: Rows[int]) -> dict[int, TokenLogprob]:
+        """By row; the copies to the host must be complete."""
+        own, best_ids, best = (values.tolist() for values in self._on_host)
+        return {
+            row: TokenLogprob(
+                token_ids[row], _finite(value), tuple(zip(ids, map(_finite, values), strict=True))[:num_wanted]
+            )
+            for (row, num_wanted), value, ids, values in zip(self._num_wanted.items(), own, best_ids, best, strict=True)
+        }
+
+
+def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, sequences: Rows[Sequence]) -> PendingLogprobs | None:
+    num_wanted = {row: s.params.logprobs for row, s in enumerate(sequences) if s.params.logprobs is not None}
+    return PendingLogprobs(logits, chosen, num_wanted) if num_wanted else None
 
 
 def _finite(logprob: float) -> float:

@@ -17,14 +17,21 @@ from mmserve.request import FinishReason, ImageSpan, SampledToken, Sequence, Seq
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """`num_scheduled_tokens` tokens from `num_computed_tokens` on; `samples` if the last of them is the last known."""
+    """Tokens `start` up to `end` of a sequence; with `samples` they are its last, and the next one is to be chosen."""
 
     sequence: Sequence
-    num_scheduled_tokens: int
+    start: int
+    end: int
+    samples: bool
 
     @property
-    def samples(self) -> bool:
-        return self.sequence.num_computed_tokens + self.num_scheduled_tokens == self.sequence.num_tokens
+    def num_scheduled_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens before the one that is to be chosen."""
+        return self.end - len(self.sequence.prompt_token_ids)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,11 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Owns the queues and the block accounting; never sees a tensor."""
+    """Owns the queues and the block accounting; never sees a tensor.
+
+    A batch may be scheduled before the one before it is updated: what that one computes counts as computed, and the
+    tokens that it samples as pending.
+    """
 
     def __init__(
         self,
@@ -112,30 +123,31 @@ class Scheduler:
         for sequence in tuple(self.running):
             num_tokens = self._num_schedulable(sequence, budget)
             if num_tokens and self._make_room(sequence, num_tokens):
-                scheduled.append(ScheduledSequence(sequence, num_tokens))
+                scheduled.append(advance(sequence, num_tokens))
                 budget -= num_tokens
         while budget and self.num_preemptions == num_preemptions_before and self._admit_next():
             sequence = self.running[-1]
             num_tokens = self._num_schedulable(sequence, budget)
             if num_tokens:
                 self._allocate(sequence, num_tokens)
-                scheduled.append(ScheduledSequence(sequence, num_tokens))
+                scheduled.append(advance(sequence, num_tokens))
                 budget -= num_tokens
         return ScheduledBatch(tuple(scheduled), self.images.planned())
 
     def update(self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        """Advance what the batch computed, append what it sampled, and finish what is done."""
+        """Append what the oldest batch sampled, and finish what is done."""
         outputs = []
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
-            if sequence.status is not SequenceStatus.RUNNING:
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
-            samples = scheduled.samples
-            sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+            if scheduled.samples:
+                sequence.num_pending_tokens -= 1
+                sequence.output_token_ids.append(sampled[sequence.request_id].token_id)
             self._publish_full_blocks(sequence)
             self.images.release_computed(sequence)
-            if samples:
-                outputs.append(self._append(sequence, sampled[sequence.request_id]))
+            if scheduled.samples:
+                outputs.append(self._output(sequence, sampled[sequence.request_id]))
         return outputs
 
     def _check_admission(self, sequence: Sequence) -> None:
@@ -159,10 +171,20 @@ class Scheduler:
 
     def _num_schedulable(self, sequence: Sequence, budget: int) -> int:
         """Tokens that may run now: within the budget, and up to an image that has to wait for its encoding."""
-        if sequence.status is not SequenceStatus.RUNNING:
+        if sequence.status is not SequenceStatus.RUNNING or (
+            sequence.num_pending_tokens and self._waits_for_pending(sequence)
+        ):
             return 0
-        num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        num_known = sequence.num_tokens + sequence.num_pending_tokens
+        num_tokens = min(num_known - sequence.num_computed_tokens, budget)
         return self.images.cut(sequence, num_tokens) if sequence.images else num_tokens
+
+    def _waits_for_pending(self, sequence: Sequence) -> bool:
+        """Whether the pending token is the last one, or the next choice depends on it."""
+        params, num_pending = sequence.params, sequence.num_pending_tokens
+        num_output_tokens = len(sequence.output_token_ids) + num_pending
+        is_last = num_output_tokens == params.max_tokens or sequence.num_tokens + num_pending >= self.max_model_len
+        return is_last or params.needs_last_token
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for the next `num_tokens` of a running sequence, preempting the newest ones as needed."""
@@ -251,8 +273,7 @@ class Scheduler:
             hashes.append(block_hash(parent_hash, token_ids, start, sequence.images))
         return hashes[i_block], parent_hash, token_ids
 
-    def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
-        sequence.output_token_ids.append(sampled.token_id)
+    def _output(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
         finish_reason, stop_token_id = self._finish_reason(sequence, sampled.token_id)
         output = TokenOutput(
             sequence.request_id,
@@ -291,3 +312,12 @@ class Scheduler:
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
+
+
+def advance(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    """The next `num_tokens` of a sequence, which from here on count as computed."""
+    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+    samples = end == sequence.num_tokens + sequence.num_pending_tokens
+    sequence.num_computed_tokens = end
+    sequence.num_pending_tokens += samples
+    return ScheduledSequence(sequence, start, end, samples)

@@ -8,37 +8,29 @@ from collections.abc import Sequence
 
 import torch
 
-from mmserve.attention.base import AttentionBackend
+from mmserve.attention.base import AttentionBackend, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
-from mmserve.kernels.reference import apply_rotary, silu_and_mul
 from mmserve.quantization.dense import dense_weight
 from mmserve.weights.layer_loader import LayerLoader
 
 
 class Attention:
     def __init__(self, loader: LayerLoader, prefix: str, config: ModelConfig, layer: int) -> None:
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._layer = layer
+        self._head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
         self._qkv = loader.linear(names, config.hidden_size, (q_size, kv_size, kv_size), bias=config.qkv_bias)
         self._out = loader.linear([f"{prefix}.o_proj"], q_size, (config.hidden_size,), bias=config.o_bias)
-        self._q_norm = self._k_norm = None
-        if config.qk_norm:
-            self._q_norm = loader.norm(f"{prefix}.q_norm", config.head_dim, config.rms_norm_eps)
-            self._k_norm = loader.norm(f"{prefix}.k_norm", config.head_dim, config.rms_norm_eps)
+        q_norm, k_norm = (
+            loader.tensor(f"{prefix}.{part}_norm.weight", (config.head_dim,)) if config.qk_norm else None
+            for part in "qk"
+        )
+        self._layer = AttentionLayer(layer, config.num_heads, q_norm, k_norm, config.rms_norm_eps)
 
     def __call__(self, x: torch.Tensor, backend: AttentionBackend, context: ForwardContext) -> torch.Tensor:
-        num_rotated = self._num_heads + self._num_kv_heads
         qkv = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if self._q_norm and self._k_norm:
-            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-            qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
-        qk = apply_rotary(qk, context.cos, context.sin)
-        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-        return self._out(backend.forward(q, k, v, self._layer, context).view(x.shape[0], -1))
+        return self._out(backend.forward(qkv, self._layer, context).view(x.shape[0], -1))
 
 
 class FeedForward:

@@ -9,6 +9,7 @@ import torch
 from mmserve.config import LoadFormat
 from mmserve.errors import SetupError
 from mmserve.weights import hub
+from mmserve.weights.shapes import find_shape, is_shape
 from mmserve.weights.tokenizer import Tokenizer
 
 
@@ -50,10 +51,12 @@ class Checkpoint(Protocol):
 def open_checkpoint(
     model: str, *, load_format: LoadFormat = "auto", seed: int = 0, device: torch.device | str = "cpu"
 ) -> Checkpoint:
-    """Find `model` (built-in name, folder, file or hub id) and open it. `seed` and `device` are for dummy weights.
+    """Find `model` (built-in name, folder, file, hub id, shape) and open it. `seed` and `device` are for dummy weights.
 
     Raises `SetupError` (`model_unavailable`) that says what to do.
     """
+    if is_shape(model):
+        return _open_shape(model, load_format, seed, device)
     if load_format == "dummy":
         return _open_dummy(hub.resolve(model, with_weights=False), seed, device)
     path = hub.resolve(model)
@@ -72,6 +75,22 @@ def _open_files(path: Path) -> Checkpoint:
     from mmserve.weights.safetensors import SafetensorsCheckpoint
 
     return SafetensorsCheckpoint(path)
+
+
+def _open_shape(model: str, load_format: LoadFormat, seed: int, device: torch.device | str) -> Checkpoint:
+    shape = find_shape(model)
+    if load_format != "dummy":
+        raise SetupError("model_unavailable", f"{model} has no weights: add --load-format dummy to make them up")
+    from mmserve.weights.dummy import DummyCheckpoint, shape_tokenizer
+
+    return DummyCheckpoint(
+        dict(shape.config),
+        {},
+        lambda: shape_tokenizer(shape),
+        dict(shape.processor_config),
+        seed=seed,
+        device=device,
+    )
 
 
 def _open_dummy(path: Path, seed: int, device: torch.device | str) -> Checkpoint:

@@ -1,5 +1,7 @@
 """Random weights at the shape of a configuration, for speed runs: nothing is read but the configuration."""
 
+import itertools
+import string
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,16 +12,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from mmserve.errors import SetupError
 from mmserve.weights.checkpoint import QuantizedTensor
+from mmserve.weights.shapes import PLAIN_TEMPLATE, Shape
 from mmserve.weights.token_stream import byte_level_alphabet
 from mmserve.weights.tokenizer import Tokenizer
 
 _STANDARD_DEVIATION = 0.02
 # Tensors are cut from one pool of random numbers (64 MiB in bfloat16): drawing 7 billion of them takes minutes.
 _POOL_SIZE = 1 << 25
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 
 
 class DummyCheckpoint:
@@ -53,7 +52,8 @@ class DummyCheckpoint:
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         if shape is None:
             raise SetupError("model_unavailable", f"dummy weights need to be told the shape of {name}")
-        if name.endswith("norm.weight"):
+        # A vector that scales is a norm's gain.
+        if len(shape) == 1 and name.endswith(".weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         return self._from_pool(name, shape)
 
@@ -88,7 +88,23 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
 def byte_level_tokenizer() -> Tokenizer:
     """A stand-in where a configuration comes without a tokenizer: one token a byte, no special tokens."""
-    backend = tokenizers.Tokenizer(models.BPE(byte_level_alphabet(), []))
+    return Tokenizer(_byte_level_backend(256), chat_template=PLAIN_TEMPLATE)
+
+
+def shape_tokenizer(shape: Shape) -> Tokenizer:
+    """Reads text as one token a byte, shows any other id as a word of its own; special tokens have their own ids."""
+    backend = _byte_level_backend(shape.first_special_id)
+    special = [tokenizers.AddedToken(token, special=True, normalized=False) for token in shape.special_tokens]
+    backend.add_special_tokens(special)
+    return Tokenizer(backend, chat_template=shape.chat_template, special_tokens=shape.named_tokens)
+
+
+def _byte_level_backend(vocab_size: int) -> tokenizers.Tokenizer:
+    vocab = byte_level_alphabet()
+    space = next(character for character, byte in vocab.items() if byte == ord(" "))
+    words = map("".join, itertools.product(space, *[string.ascii_lowercase] * 4))
+    vocab |= {word: token_id for token_id, word in zip(range(len(vocab), vocab_size), words, strict=False)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, chat_template=_CHAT_TEMPLATE)
+    return backend

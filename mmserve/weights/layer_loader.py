@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from mmserve.config import VisionAttentionName
 from mmserve.layers.kernel_set import KernelSet, kernel_set
 from mmserve.layers.linear import Linear, LinearWeight
 from mmserve.layers.norm import LayerNorm, RMSNorm
@@ -21,6 +22,7 @@ class LayerLoader:
     reader: WeightReader
     dtype: torch.dtype
     device: torch.device
+    vision_attention: VisionAttentionName = "auto"
 
     @cached_property
     def kernels(self) -> KernelSet:

@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import tokenizers
 
@@ -58,7 +58,7 @@ def _sentencepiece(piece: str) -> bytes:
 
 
 class DecodeStream:
-    """Ids one by one -> text as soon as it is whole characters; bytes that can never be UTF-8 become U+FFFD."""
+    """Ids as they come -> text as soon as it is whole characters; bytes that can never be UTF-8 become U+FFFD."""
 
     def __init__(
         self, token_bytes: Callable[[int], bytes], *, skipped_ids: frozenset[int], strips_leading_space: bool
@@ -67,19 +67,34 @@ class DecodeStream:
         self._skipped_ids = skipped_ids
         self._strip_next = strips_leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside_character = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens complete."""
+        skipped, token_bytes = self._skipped_ids, self._token_bytes
+        data = b"".join([token_bytes(token_id) for token_id in token_ids if token_id not in skipped])
+        return self._without_first_space(self._decode(data))
 
     def step(self, token_id: int) -> str | None:
         """Text that this token completes, or None."""
         if token_id in self._skipped_ids:
             return None
-        return self._emit(self._utf8.decode(self._token_bytes(token_id)))
+        return self._without_first_space(self._decode(self._token_bytes(token_id))) or None
 
     def finish(self) -> str:
         """U+FFFD if the stream ended inside a character, else nothing."""
         return self._utf8.decode(b"", final=True)
 
-    def _emit(self, text: str) -> str | None:
+    def _decode(self, data: bytes) -> str:
+        # Most tokens are ASCII, which needs no incremental decoder.
+        if data.isascii() and not self._is_inside_character:
+            return data.decode("ascii")
+        text = self._utf8.decode(data)
+        self._is_inside_character = bool(self._utf8.getstate()[0])
+        return text
+
+    def _without_first_space(self, text: str) -> str:
         if text and self._strip_next:
             self._strip_next = False
-            text = text.removeprefix(" ")
-        return text or None
+            return text.removeprefix(" ")
+        return text

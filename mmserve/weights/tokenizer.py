@@ -1,7 +1,7 @@
 """Text <-> token ids, on the `tokenizers` library directly: importing transformers would take seconds."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import tokenizers
@@ -34,7 +34,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._bytes_of = TokenBytes(backend, self._added)
+        token_bytes = TokenBytes(backend, self._added)
+        self._strips_leading_space = token_bytes.strips_leading_space
+        self._bytes_of = cache(token_bytes)
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of("bos_token")
@@ -69,9 +71,9 @@ class Tokenizer:
     def decode_stream(self, *, skip_special_tokens: bool) -> DecodeStream:
         """A decoder for one answer: `step(id)` gives the text that became whole, `finish()` the rest."""
         return DecodeStream(
-            self.token_bytes,
+            self._bytes_of,
             skipped_ids=self._special_ids if skip_special_tokens else frozenset(),
-            strips_leading_space=self._bytes_of.strips_leading_space,
+            strips_leading_space=self._strips_leading_space,
         )
 
     def encode_chat(

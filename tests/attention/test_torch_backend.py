@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmserve.attention.base import AttentionBatch
+from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.attention.torch_backend import TorchAttention
 
@@ -124,9 +124,14 @@ class Step:
         return self.cache.permute(0, 3, 1, 2, 4).flatten(0, 1)
 
     def run(self) -> torch.Tensor:
-        attention, zero = backend(), torch.zeros(0)
-        context = ForwardContext(zero, zero, [self.cache], attention.prepare(self.batch))
-        return attention.forward(self.q, self.k, self.v, 0, context)
+        return self.attend([self.cache], 0)
+
+    def attend(self, caches: list[torch.Tensor], layer: int) -> torch.Tensor:
+        """Without rotation."""
+        attention, zero = backend(), torch.zeros(len(self.q), 1, HEAD_DIM)
+        context = ForwardContext(torch.ones_like(zero), zero, caches, attention.prepare(self.batch))
+        qkv = torch.cat((self.q, self.k, self.v), dim=1)
+        return attention.forward(qkv, AttentionLayer(layer, HEADS), context)
 
     def expected(self) -> torch.Tensor:
         """After `run`, from the cache: every query over what stands before it, in float64."""
@@ -172,9 +177,7 @@ def test_the_steps_own_keys_and_values_are_stored() -> None:
 
 def test_a_layer_uses_its_own_cache() -> None:
     step = Step([(9, 1)], seed=0)
-    attention, zero = backend(), torch.zeros(0)
     other = torch.zeros_like(step.cache)
-    context = ForwardContext(zero, zero, [other, step.cache], attention.prepare(step.batch))
-    out = attention.forward(step.q, step.k, step.v, 1, context)
+    out = step.attend([other, step.cache], 1)
     torch.testing.assert_close(out.double(), step.expected(), rtol=1e-4, atol=1e-5)
     assert not bool(other.any())

@@ -81,6 +81,7 @@ def test_answers_are_greedy_and_of_a_fixed_length() -> None:
     run(client, Workload("W", PROMPTS, max_tokens=5))
     for _, params in client.calls[1:]:
         assert (params.temperature, params.max_tokens, params.ignore_eos) == (0.0, 5, True)
+        assert not params.detokenize
 
 
 def test_concurrency_bounds_what_runs_at_once() -> None:

@@ -130,7 +130,7 @@ def test_wrong_options_end_with_2_before_anything_runs(arguments: list[str], mon
 def test_help_names_the_workloads() -> None:
     result = run_command("--help")
     assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("C1", "single", "T1", "T3", "T4"))
+    assert all(name in result.stdout for name in ("C1", "single", "T1", "T1-single", "T3", "T4"))
 
 
 def test_a_real_engine_beside_transformers(tmp_path: Path) -> None:

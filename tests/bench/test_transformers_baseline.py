@@ -14,6 +14,7 @@ from mmserve.bench.transformers_baseline import BaselineSettings, StaticBatches,
 from mmserve.bench.workloads import Workload
 from mmserve.config import EngineConfig, SchedulerConfig
 from mmserve.errors import EngineError, SetupError
+from mmserve.weights.shapes import SHAPES
 
 PROMPTS = ((5, 6, 7, 8), (9, 10), (11, 12, 13))
 
@@ -45,6 +46,21 @@ def test_a_round_in_the_other_process(baseline: TransformersBaseline) -> None:
     assert (measured.device, measured.dtype, measured.threads) == ("cpu", "bfloat16", 1)
     assert measured.peak_memory_bytes > 10**7
     assert baseline.pid in {child.pid for child in psutil.Process().children()}
+
+
+def test_a_shape_needs_no_file() -> None:
+    config = {
+        **SHAPES["llama-2-7b"].config,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "vocab_size": 300,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    settings = BaselineSettings(None, is_dummy=True, device="cpu", num_threads=None, max_batch=2, config=config)
+    records = StaticBatches(settings).measure(Workload("W", PROMPTS, max_tokens=3)).records
+    assert [record.num_output_tokens for record in records] == [3, 3, 3]
 
 
 def test_batches_run_one_after_the_other_and_all_are_offered_at_the_start(batches: StaticBatches) -> None:

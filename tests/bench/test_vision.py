@@ -58,6 +58,7 @@ def test_four_questions_about_a_page_encode_it_once(model: Path, tmp_path: Path,
     options = ["--workload", "D2", "--num-pages", "2", "--max-tokens", "3", engine, "--output", str(output)]
     report = report_of(model, *options)
     assert json.loads(output.read_text()) == report
+    assert report["source"] == "pixels"
     assert (report["num_pages"], report["num_requests"], report["max_tokens"]) == (2, 8, 3)
     assert report["encoder_cache"] == {"queries": 8, "hits": 6}
     assert report["requests_per_second"] == pytest.approx(4 * report["pages_per_second"], rel=0.01)
@@ -66,7 +67,22 @@ def test_four_questions_about_a_page_encode_it_once(model: Path, tmp_path: Path,
     assert report["peak_memory_bytes"] > 50 * 1024**2
     assert {"mmserve", "torch"} <= set(report["versions"])
     first, second = (report["same_page"]["ttft_ms"][name] for name in ("first_question", "second_question"))
-    assert report["same_page"]["second_to_first"] == pytest.approx(second / first, abs=2e-4)
+    assert report["same_page"]["second_to_first"] > 0
+    alone = report["page_alone"]
+    assert (alone["num_pages"], alone["ttft_ms"]) == (3, first)
+    assert second > 0
+    assert 0 < alone["preprocess_ms"] < alone["ttft_ms"]
+    assert 0 < alone["encoder_ms"] < alone["ttft_ms"]
+
+
+@pytest.mark.parametrize("source", ["pixels", "png", "pdf"])
+@pytest.mark.parametrize("place", ["worker", "device"])
+def test_pages_in_every_form(model: Path, source: str, place: str) -> None:
+    options = ["--num-pages", "2", "--max-tokens", "2", "--rounds", "1", "--source", source, "--pixels-on", place]
+    report = report_of(model, *options)
+    assert (report["source"], report["num_pages"], report["page_alone"]["num_pages"]) == (source, 2, 1)
+    assert report["encoder_cache"] == {"queries": 2, "hits": 0}
+    assert report["preprocess_seconds"] > 0
 
 
 def test_dummy_weights_and_fewer_pixels(model: Path) -> None:

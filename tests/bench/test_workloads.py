@@ -29,6 +29,7 @@ def test_the_ids_are_pinned(name: str, digest: str) -> None:
         ("C1", 16, {256}, 64, 16),
         ("single", 4, {256}, 64, 1),
         ("T1", 256, {256}, 128, 256),
+        ("T1-single", 4, {256}, 128, 1),
         ("T3", 200, set(range(10, 201)), 128, 200),
         ("T4", 256, {2112}, 64, 256),
     ],
@@ -40,8 +41,9 @@ def test_shapes(name: str, num_prompts: int, lengths: set[int], max_tokens: int,
     assert (workload.name, workload.max_tokens, workload.width) == (name, max_tokens, width)
 
 
-def test_single_takes_the_prompts_of_c1() -> None:
+def test_single_streams_take_the_prompts_of_their_batches() -> None:
     assert build_workload("single", 16).prompts == build_workload("C1").prompts
+    assert build_workload("T1-single", 256).prompts == build_workload("T1").prompts
 
 
 def test_only_t4_has_a_prefix_that_is_warm_and_it_begins_each_prompt() -> None:
@@ -58,6 +60,6 @@ def test_fewer_prompts_are_the_first_of_more(name: str) -> None:
 
 
 def test_an_unknown_workload_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(RequestError, match="C1, single, T1, T3, T4") as caught:
+    with pytest.raises(RequestError, match="C1, single, T1, T1-single, T3, T4") as caught:
         build_workload("C9")
     assert caught.value.code == "invalid_request"

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from mmserve.commands.options import EngineOptions, SamplingOptions, with_option_groups
-from mmserve.config import EngineConfig
+from mmserve.config import EngineConfig, VisionConfig
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 
@@ -52,7 +52,10 @@ def test_engine_options_reach_the_configuration() -> None:
         enable_prefix_caching=False,
         max_num_seqs=3,
         engine_process=True,
+        vision_attention="xformers",
+        pixels_on="device",
     ).to_config()
+    assert config.vision == VisionConfig(attention="xformers", pixels_on="device")
     assert (config.model, config.names, config.dtype) == ("org/name", ("a", "b"), "float32")
     assert (config.max_model_len, config.num_threads, config.use_process) == (512, 2, True)
     assert (config.cache.memory_bytes, config.cache.enable_prefix_caching) == (3 * 2**29, False)

@@ -4,6 +4,7 @@ What stands in a slot depends on the token, on all before it and on the images o
 token depends on all slots of the context, as attention does.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -23,25 +24,26 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._slots = [b"never written"] * (num_blocks * block_size)
+        self._sampled: dict[EngineSequence, int] = {}
 
     def run(self, batch: ScheduledBatch) -> dict[str, SampledToken]:
         for scheduled in batch.sequences:
             self._write(scheduled)
-        return {
-            scheduled.sequence.request_id: SampledToken(self._next_token(scheduled.sequence))
-            for scheduled in batch.sequences
-            if scheduled.samples
+        self._sampled = {
+            scheduled.sequence: self._next_token(scheduled) for scheduled in batch.sequences if scheduled.samples
         }
+        return {sequence.request_id: SampledToken(token) for sequence, token in self._sampled.items()}
 
     def _write(self, scheduled: ScheduledSequence) -> None:
-        sequence, start = scheduled.sequence, scheduled.sequence.num_computed_tokens
-        for position in range(start, start + scheduled.num_scheduled_tokens):
+        sequence = scheduled.sequence
+        for position in range(scheduled.start, scheduled.end):
             before = self._slots[self._slot(sequence, position - 1)] if position else b""
-            token_id = sequence.token_ids[position]
+            is_pending = position >= sequence.num_tokens
+            token_id = self._sampled[sequence] if is_pending else sequence.token_ids[position]
             self._slots[self._slot(sequence, position)] = content(before, token_id, position, sequence.images)
 
-    def _next_token(self, sequence: EngineSequence) -> int:
-        return next_token(self._slots[self._slot(sequence, i)] for i in range(sequence.num_tokens))
+    def _next_token(self, scheduled: ScheduledSequence) -> int:
+        return next_token(self._slots[self._slot(scheduled.sequence, i)] for i in range(scheduled.end))
 
     def _slot(self, sequence: EngineSequence, position: int) -> int:
         return sequence.block_ids[position // self._block_size] * self._block_size + position % self._block_size
@@ -75,7 +77,10 @@ def own_token(request_id: str) -> int:
 
 
 class SchedulerDriver:
-    """A `Scheduler` with a `FakeRunner`; invariants are checked after every step."""
+    """A `Scheduler` with a `FakeRunner`; invariants are checked after every step.
+
+    With `steps_ahead`, so many batches are scheduled and run before the oldest is updated.
+    """
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class SchedulerDriver:
         max_model_len: int = 1000,
         prefix_caching: bool = True,
         eos_token_ids: tuple[int, ...] = (),
+        steps_ahead: int = 0,
         **limits: int,
     ) -> None:
         self.now = 0.0
@@ -97,6 +103,8 @@ class SchedulerDriver:
             clock=lambda: self.now,
         )
         self.runner = FakeRunner(num_blocks, block_size)
+        self._steps_ahead = steps_ahead
+        self._in_flight: deque[tuple[ScheduledBatch, dict[str, SampledToken]]] = deque()
         self.answers: dict[str, list[int]] = {}
         self.outputs: dict[str, TokenOutput] = {}
 
@@ -122,16 +130,25 @@ class SchedulerDriver:
         batch = self.scheduler.schedule()
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         check_invariants(self.scheduler)
-        for output in self.scheduler.update(batch, self.runner.run(batch)):
+        can_wait = bool(self._in_flight)
+        if batch.sequences:
+            self._in_flight.append((batch, self.runner.run(batch)))
+        if len(self._in_flight) > self._steps_ahead or not batch.sequences:
+            self._update_oldest()
+        check_invariants(self.scheduler)
+        assert batch.num_tokens > 0 or can_wait or not self.scheduler.has_work
+        return {scheduled.sequence.request_id: scheduled.num_scheduled_tokens for scheduled in batch.sequences}
+
+    def _update_oldest(self) -> None:
+        if not self._in_flight:
+            return
+        for output in self.scheduler.update(*self._in_flight.popleft()):
             self.answers[output.request_id] += output.token_ids
             self.outputs[output.request_id] = output
-        check_invariants(self.scheduler)
-        assert batch.num_tokens > 0 or not self.scheduler.has_work
-        return {scheduled.sequence.request_id: scheduled.num_scheduled_tokens for scheduled in batch.sequences}
 
     def run(self, max_steps: int = 1000) -> list[dict[str, int]]:
         steps: list[dict[str, int]] = []
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self._in_flight:
             assert len(steps) < max_steps, "requests do not finish"
             steps.append(self.step())
         return steps

@@ -85,9 +85,8 @@ class ImageLoad:
 
     def _read_embeddings(self, batch: ScheduledBatch) -> None:
         for scheduled in batch.sequences:
-            start = scheduled.sequence.num_computed_tokens
             for image in scheduled.sequence.images:
-                for position in range(max(image.offset, start), min(image.end, start + scheduled.num_scheduled_tokens)):
+                for position in range(max(image.offset, scheduled.start), min(image.end, scheduled.end)):
                     row = self.scheduler.images.cache.get(image.content_hash)[position - image.offset]
                     assert row == image.content_hash
 
@@ -96,8 +95,8 @@ class ImageLoad:
         chunks = {s.sequence.request_id: s.num_scheduled_tokens for s in batch.sequences}
         needed = set()
         for sequence in self.scheduler.running:
-            start = sequence.num_computed_tokens
-            stop = start + chunks.get(sequence.request_id, 0)
-            needed |= {i.content_hash for i in sequence.images if i.offset < max(stop, start) and i.end > start}
+            stop = sequence.num_computed_tokens
+            start = stop - chunks.get(sequence.request_id, 0)
+            needed |= {i.content_hash for i in sequence.images if i.offset < stop and i.end > start}
         pinned = {key for keys in self.scheduler.images._pinned.values() for key in keys}
         assert pinned <= needed

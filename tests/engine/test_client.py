@@ -110,6 +110,15 @@ def test_deltas_add_up_to_the_completion(client: EngineClient) -> None:
     assert (completion.num_prompt_tokens, completion.finish_reason, completion.stop_reason) == (6, "length", None)
 
 
+def test_without_detokenizing_there_are_ids_and_no_text(client: EngineClient) -> None:
+    (whole,) = complete(client, PROMPT, greedy(12))
+    (bare,) = complete(client, PROMPT, greedy(12, detokenize=False))
+    assert (bare.text, bare.token_ids, bare.finish_reason) == ("", whole.token_ids, "length")
+    stopped = greedy(12, detokenize=False, stop_token_ids=(whole.token_ids[0],))
+    (completion,) = complete(client, PROMPT, stopped)
+    assert (completion.token_ids, completion.stop_reason) == (whole.token_ids[:1], whole.token_ids[0])
+
+
 def test_n_answers_in_order(client: EngineClient) -> None:
     completions = complete(client, PROMPT, greedy(8, n=3))
     assert [completion.index for completion in completions] == [0, 1, 2]

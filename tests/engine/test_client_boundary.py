@@ -209,6 +209,23 @@ def test_death_between_the_check_and_the_queue(client: EngineClient, monkeypatch
     run(scenario)
 
 
+def test_a_slow_reader_gets_what_came_before_the_failure(client: EngineClient) -> None:
+    async def scenario() -> None:
+        stream = client.generate([1], SamplingParams())
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        (request_id,) = engine(client).request_ids
+        for text in "abc":
+            engine(client).answer(TokenOutput(request_id, letters(text)))
+        engine(client).say(EngineFailed("engine_dead", "gone"))
+        shown = [await first, await anext(stream), await anext(stream)]
+        assert [delta.text for delta in shown] == ["a", "b", "c"]
+        with pytest.raises(EngineError, match="gone"):
+            await anext(stream)
+
+    run(scenario)
+
+
 def test_each_failure_is_an_error_of_its_own(client: EngineClient) -> None:
     """Two readers that raise one exception object would add to each other's traceback."""
 

@@ -15,8 +15,9 @@ from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import GIB, CacheConfig, EngineConfig, ModelConfig
 from mmserve.engine import model_runner
+from mmserve.engine.memory import cache_bytes
 from mmserve.engine.model_runner import ModelRunner
-from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
+from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.errors import SetupError
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.weights.checkpoint import open_checkpoint
@@ -45,35 +46,35 @@ def sized(folder: Path, *, max_model_len: int | None = None, num_blocks: int) ->
     return runner(replace(engine_config(folder, num_blocks=num_blocks), max_model_len=max_model_len))
 
 
-def cache_bytes(**fields: Any) -> int:
-    return model_runner._cache_bytes(CacheConfig(**fields), torch.device("cpu"))
+def bytes_of(**fields: Any) -> int:
+    return cache_bytes(CacheConfig(**fields), torch.device("cpu"))
 
 
 # How much memory
 
 
 def test_bytes_as_asked(memory: SimpleNamespace) -> None:
-    assert cache_bytes(memory_bytes=123456) == 123456
-    assert cache_bytes(memory_bytes=5 * GIB, memory_utilization=0.1) == 5 * GIB
+    assert bytes_of(memory_bytes=123456) == 123456
+    assert bytes_of(memory_bytes=5 * GIB, memory_utilization=0.1) == 5 * GIB
 
 
 def test_bytes_that_are_not_free_are_refused(memory: SimpleNamespace) -> None:
     with pytest.raises(SetupError, match=r"--kv-cache-memory-bytes asks for 7\.00 GiB, but 6\.00 GiB") as caught:
-        cache_bytes(memory_bytes=7 * GIB)
+        bytes_of(memory_bytes=7 * GIB)
     assert caught.value.code == "insufficient_memory"
 
 
 def test_utilization_is_a_share_of_the_total_less_what_is_in_use(memory: SimpleNamespace) -> None:
-    assert cache_bytes(memory_utilization=0.5) == 2 * GIB
-    assert cache_bytes(memory_utilization=1.0) == 6 * GIB
-    assert cache_bytes(memory_utilization=0.25) == 0
-    assert cache_bytes(memory_utilization=0.1) == 0
+    assert bytes_of(memory_utilization=0.5) == 2 * GIB
+    assert bytes_of(memory_utilization=1.0) == 6 * GIB
+    assert bytes_of(memory_utilization=0.25) == 0
+    assert bytes_of(memory_utilization=0.1) == 0
 
 
 def test_the_default_of_a_cpu_is_two_gibibytes_or_what_is_free(memory: SimpleNamespace) -> None:
-    assert cache_bytes() == 2 * GIB
+    assert bytes_of() == 2 * GIB
     memory.available = GIB
-    assert cache_bytes() == GIB
+    assert bytes_of() == GIB
 
 
 # How long a context
@@ -182,25 +183,22 @@ def test_rows_may_come_in_any_order(folder: Path) -> None:
 
     alone: dict[str, SampledToken] = {}
     for sequence in sequences():
-        alone |= made.run(ScheduledBatch((ScheduledSequence(sequence, sequence.num_tokens),)))
+        alone |= made.run(ScheduledBatch((advance(sequence, sequence.num_tokens),))).take()
     together = sequences()
-    made.run(ScheduledBatch((ScheduledSequence(together[1], 19), ScheduledSequence(together[2], 13))))
-    together[1].num_computed_tokens, together[2].num_computed_tokens = 19, 13
-    batch = ScheduledBatch(
-        tuple(ScheduledSequence(each, each.num_tokens - each.num_computed_tokens) for each in together)
-    )
-    assert made.run(batch) == alone
+    made.run(ScheduledBatch((advance(together[1], 19), advance(together[2], 13))))
+    batch = ScheduledBatch(tuple(advance(each, each.num_tokens - each.num_computed_tokens) for each in together))
+    assert made.run(batch).take() == alone
 
 
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing(folder: Path) -> None:
     made = sized(folder, num_blocks=4)
-    assert made.run(ScheduledBatch((ScheduledSequence(make_sequence("a", [5] * 20, [1, 2]), 10),))) == {}
+    assert made.run(ScheduledBatch((advance(make_sequence("a", [5] * 20, [1, 2]), 10),))).take() == {}
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 2048])
 def test_warming_up_writes_to_block_0_only(folder: Path, max_num_batched_tokens: int) -> None:
-    made = sized(folder, num_blocks=4)
-    made.warm_up(max_num_batched_tokens)
+    made = runner(engine_config(folder, num_blocks=4, max_num_batched_tokens=max_num_batched_tokens))
+    made.warm_up()
     (layer,) = made.kv_cache.layers
     assert bool(layer[0].any())
     assert not bool(layer[1:].any())
@@ -210,7 +208,7 @@ def test_warming_up_writes_to_block_0_only(folder: Path, max_num_batched_tokens:
 def test_warming_up_the_smallest_contexts(folder: Path, block_size: int, max_model_len: int | None) -> None:
     config = replace(engine_config(folder, num_blocks=8, block_size=block_size), max_model_len=max_model_len)
     made = runner(config)
-    made.warm_up(2048)
+    made.warm_up()
     assert bool(made.kv_cache.layers[0][0].any()), "block 0 was written"
 
 

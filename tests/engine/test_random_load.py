@@ -23,6 +23,8 @@ params = st.builds(
     min_tokens=st.integers(0, 1),
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (2,)]),
+    # Needs to know the token before, whether or not it makes a difference here.
+    presence_penalty=st.sampled_from([0.0, 1.0]),
 )
 
 
@@ -54,6 +56,7 @@ class RandomLoad(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(1, 20),
+        steps_ahead=st.integers(0, 1),
     )
     def start(self, **limits: int) -> None:
         self._patch = patch("mmserve.engine.scheduler.block_hash", self.hashes)

@@ -33,7 +33,7 @@ def make_sequence(
 
 
 def sample(logits: torch.Tensor, *sequences: Sequence) -> list[SampledToken]:
-    return Sampler(eos_token_ids=(EOS,)).sample(logits, sequences)
+    return Sampler(eos_token_ids=(EOS,)).sample(logits, sequences).take()
 
 
 def sample_ids(logits: torch.Tensor, *sequences: Sequence) -> list[int]:

@@ -22,7 +22,8 @@ def test_norm_equals_transformers() -> None:
     norm = LlamaRMSNorm(32, eps=1e-5)
     norm.weight.data.normal_()
     x = torch.randn(4, 3, 32)
-    torch.testing.assert_close(RMSNorm(norm.weight.detach(), 1e-5, reference)(x), norm(x).detach(), rtol=1e-5, atol=1e-6)
+    ours = RMSNorm(norm.weight.detach(), 1e-5, reference)
+    torch.testing.assert_close(ours(x), norm(x).detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

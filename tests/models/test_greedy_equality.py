@@ -14,8 +14,8 @@ from reference_models import FAMILIES, VOCAB_SIZE, load_reference_model, save_re
 
 from mmserve.engine.client import EngineClient
 from mmserve.engine.engine import Engine
+from mmserve.engine.model_runner import PendingStep
 from mmserve.engine.scheduler import ScheduledBatch
-from mmserve.request import SampledToken
 
 NUM_TOKENS = 24
 VARIANTS = [
@@ -86,7 +86,7 @@ def test_chunked_at_16(reference: Reference, monkeypatch: pytest.MonkeyPatch) ->
     largest: list[int] = []
     run = engine._runner.run
 
-    def counting(batch: ScheduledBatch) -> dict[str, SampledToken]:
+    def counting(batch: ScheduledBatch) -> PendingStep:
         largest.append(batch.num_tokens)
         return run(batch)
 
@@ -110,6 +110,19 @@ def test_from_the_prefix_cache(reference: Reference) -> None:
     assert [t[0] for t in run_to_end(engine, continued, greedy(1))] == [
         reference_tokens(reference.model, prompt)[0] for prompt in continued
     ]
+
+
+@pytest.mark.parametrize("num_blocks", [25, 256])
+def test_while_the_step_before_is_under_way(reference: Reference, num_blocks: int) -> None:
+    config = engine_config(reference.folder, num_blocks=num_blocks, block_size=8, max_num_batched_tokens=40)
+    engine = Engine(replace(config, async_scheduling=True))
+    for _ in range(2):
+        assert run_to_end(engine, PROMPTS, greedy(NUM_TOKENS)) == reference.answers
+    assert (engine.scheduler.num_preemptions > 0) == (num_blocks == 25)
+    penalised = [greedy(NUM_TOKENS, **fields) for fields in ({"presence_penalty": 2.0}, {"min_tokens": 4})]
+    for params in penalised:
+        expected = run_to_end(Engine(config), PROMPTS, params)
+        assert run_to_end(engine, PROMPTS, params) == expected
 
 
 @pytest.mark.parametrize("use_process", [False, True], ids=["thread", "process"])

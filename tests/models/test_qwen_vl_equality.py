@@ -101,7 +101,7 @@ def _named(name: str, vision: str, text_model: str) -> str:
 
 def test_a_step_without_tokens_is_harmless(case: Case[Reference]) -> None:
     """When the newest sequence was the only one that could run, and had to give its blocks back."""
-    assert case.engine()._runner.run(ScheduledBatch()) == {}
+    assert case.engine()._runner.run(ScheduledBatch()).take() == {}
 
 
 def test_a_text_model_refuses_images(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from mmserve.config import CacheConfig, EngineConfig
 from mmserve.engine.engine import Engine
 from mmserve.engine.messages import EngineRequest
-from mmserve.engine.scheduler import ScheduledBatch, ScheduledSequence
+from mmserve.engine.scheduler import advance
 from mmserve.request import SamplingParams, Sequence
 from mmserve.weights.checkpoint import open_checkpoint
 
@@ -54,11 +54,8 @@ def _logits(engine: Engine, token_ids: list[int], *, num_per_step: int) -> torch
     sequence = Sequence("logits", token_ids, SamplingParams(), block_ids=block_ids)
     while sequence.num_computed_tokens < len(token_ids):
         count = min(num_per_step, len(token_ids) - sequence.num_computed_tokens)
-        batch = ScheduledBatch((ScheduledSequence(sequence, count),))
-        start = sequence.num_computed_tokens
-        embedded = runner._model.embed(torch.tensor(token_ids[start : start + count]))
-        rows.append(runner._model.logits(runner._model.forward(embedded, runner._context(batch.sequences))).float())
-        sequence.num_computed_tokens += count
+        inputs = runner._inputs.build([advance(sequence, count)], {})
+        rows.append(runner._model.logits(runner._forward(inputs)).float())
     return torch.cat(rows)
 
 

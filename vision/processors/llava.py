@@ -85,7 +85,9 @@ def pad_to_square(image: torch.Tensor, color: tuple[int, ...]) -> torch.Tensor:
     """uint8 `[H, W, 3]` in the middle of a square of `color`."""
     height, width = image.shape[0], image.shape[1]
     side = max(height, width)
-    square = torch.tensor(color, dtype=torch.uint8, device=image.device).expand(side, side, 3).clone()
+    square = image.new_empty(side, side, 3)
+    for channel, value in enumerate(color):
+        square[..., channel] = value
     top, left = (side - height) // 2, (side - width) // 2
     square[top : top + height, left : left + width] = image
     return square

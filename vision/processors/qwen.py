@@ -72,12 +72,13 @@ class QwenProcessor:
         merge, patch, time = self.merge_size, self.patch_size, self.temporal_patch_size
         shape = (rows // merge, columns // merge, merge, merge, 3, time, patch, patch)
         patches = torch.empty(shape, device=image.device)
-        # A row of merged patches at a time stays in the cache.
+        # On a CPU a row of merged patches at a time stays in the cache; a GPU is faster with all of them.
+        step = 1 if image.device.type == "cpu" else rows // merge
         height = merge * patch
-        for index in range(rows // merge):
-            strip = self.normalise(image[index * height : (index + 1) * height])
-            cut = strip.view(3, merge, patch, columns // merge, merge, patch)
-            patches[index] = cut.permute(3, 1, 4, 0, 2, 5).unsqueeze(4)
+        for first in range(0, rows // merge, step):
+            strip = self.normalise(image[first * height : (first + step) * height])
+            cut = strip.view(3, step, merge, patch, columns // merge, merge, patch)
+            patches[first : first + step] = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
         return patches.view(rows * columns, -1)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,12 +26,16 @@ class Normalisation:
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         """uint8 `[height, width, 3]` -> float32 `[3, height, width]`."""
-        channels = image.permute(2, 0, 1).float()
-        factors = torch.tensor([self.scale / std for std in self.std], device=image.device)
-        offsets = torch.tensor(
-            [-mean / std for mean, std in zip(self.mean, self.std, strict=True)], device=image.device
-        )
-        return channels.mul_(factors[:, None, None]).add_(offsets[:, None, None])
+        factors, offsets = _affine(self, image.device)
+        return image.permute(2, 0, 1).float().mul_(factors).add_(offsets)
+
+
+@lru_cache(maxsize=16)
+def _affine(normalise: Normalisation, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What bytes are multiplied by, and what is added then: `[3, 1, 1]` each."""
+    factors = [normalise.scale / std for std in normalise.std]
+    offsets = [-mean / std for mean, std in zip(normalise.mean, normalise.std, strict=True)]
+    return torch.tensor(factors, device=device)[:, None, None], torch.tensor(offsets, device=device)[:, None, None]
 
 
 def read_normalisation(settings: Settings, mean: Sequence[float], std: Sequence[float]) -> Normalisation:

@@ -1,0 +1,66 @@
+"""How much memory the KV cache may take, and how long a context fits into it."""
+
+import psutil
+import torch
+
+from mmserve.config import GIB, CacheConfig, EngineConfig
+from mmserve.errors import SetupError
+
+_CPU_DEFAULT_BYTES = 2 * GIB
+_GPU_DEFAULT_UTILIZATION = 0.9
+
+
+def cache_bytes(config: CacheConfig, device: torch.device, num_activation_bytes: int = 0) -> int:
+    """Bytes for the KV cache: as asked (`SetupError` if not free), else a share of the total, at most what is free.
+
+    `num_activation_bytes` are what a step takes beside what is in use already.
+    """
+    if device.type == "cuda":
+        # What an earlier engine of this process left with the allocator is free too.
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+    free -= num_activation_bytes
+    if config.memory_bytes is not None:
+        if config.memory_bytes > free:
+            raise SetupError(
+                "insufficient_memory",
+                f"--kv-cache-memory-bytes asks for {config.memory_bytes / GIB:.2f} GiB, but {free / GIB:.2f} GiB are"
+                " free: ask for less, or close other programs",
+            )
+        return config.memory_bytes
+    utilization = config.memory_utilization
+    if utilization is None and device.type != "cuda":
+        return max(min(_CPU_DEFAULT_BYTES, free), 0)
+    share = int(total * (_GPU_DEFAULT_UTILIZATION if utilization is None else utilization)) - (total - free)
+    return max(min(share, free), 0)
+
+
+def wanted_context(config: EngineConfig, max_context: int) -> int:
+    """The context that was asked for, or the model's. `SetupError` for more than the model has."""
+    wanted = config.max_model_len or max_context
+    if wanted > max_context:
+        raise SetupError(
+            "model_unavailable",
+            f"--max-model-len {wanted} exceeds the {max_context} positions that the model has",
+        )
+    return wanted
+
+
+def fit_context(config: EngineConfig, wanted: int, num_bytes: int, bytes_per_block: int) -> tuple[int, int]:
+    """The context's length and the number of blocks. A context that was asked for and does not fit is an error."""
+    block_size = config.cache.block_size
+    num_blocks = num_bytes // bytes_per_block
+    needed = -(-wanted // block_size) * bytes_per_block
+    if num_blocks == 0 or (config.max_model_len and num_blocks * bytes_per_block < needed):
+        there = num_blocks * bytes_per_block
+        raise SetupError(
+            "insufficient_memory",
+            f"a context of {wanted} tokens needs {needed / GIB:.2f} GiB of KV cache, but there are"
+            f" {there / GIB:.2f} GiB, {(needed - there) / GIB:.2f} GiB too few:"
+            " raise --kv-cache-memory-bytes or --gpu-memory-utilization, or"
+            " lower --max-model-len, --max-num-batched-tokens or --max-num-seqs",
+        )
+    return min(wanted, num_blocks * block_size), num_blocks
