@@ -25,7 +25,7 @@ from mmserve.kernels.paged_tiles import (
     store_rows,
 )
 
-# By bytes an element and padded head size. A program has num_stages - 1 tiles of K and of V in flight, in shared memory:
+# By bytes an element and padded head size. A program has num_stages - 1 tiles of K and V in flight in shared memory:
 # 72 KB for (64, 4, 3) at 128, so three programs a processor. To measure at 128 on another card: (64, 4, 2) has five
 # programs with half as much in flight each; (32, 4, 4) four, and wastes less of a context's last tile; (32, 2, 3) six;
 # (64, 2, 3) and (128, 4, 2) reduce less often across warps; (128, 8, 2) for groups of 7 or 8 and long contexts.
