@@ -21,7 +21,8 @@ from mmserve.kernels.paged_tiles import (
     store_rows,
 )
 
-# By bytes an element, queries a tile and padded head size.
+# By bytes an element, queries a tile and padded head size. To measure at 128: for tiles of 128 queries (128, 8, 2) and
+# (64, 8, 4), which leave one program a processor as (64, 8, 3) does; for tiles of 64 (64, 4, 2), as (64, 4, 3) two.
 CHUNK_TILES = {
     (2, 64, 16): Tiles(64, 4, 3),
     (2, 64, 32): Tiles(64, 4, 3),

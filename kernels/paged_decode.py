@@ -25,7 +25,10 @@ from mmserve.kernels.paged_tiles import (
     store_rows,
 )
 
-# By bytes an element and padded head size. A program holds (num_stages - 1) tiles of K and as many of V in flight.
+# By bytes an element and padded head size. A program has num_stages - 1 tiles of K and V in flight in shared memory:
+# 72 KB for (64, 4, 3) at 128, so three programs a processor. To measure at 128 on another card: (64, 4, 2) has five
+# programs with half as much in flight each; (32, 4, 4) four, and wastes less of a context's last tile; (32, 2, 3) six;
+# (64, 2, 3) and (128, 4, 2) reduce less often across warps; (128, 8, 2) for groups of 7 or 8 and long contexts.
 DECODE_TILES = {
     (2, 16): Tiles(64, 4, 3),
     (2, 32): Tiles(64, 4, 3),
@@ -36,10 +39,11 @@ DECODE_TILES = {
     (4, 64): Tiles(32, 4, 2),
     (4, 128): Tiles(32, 4, 2),
 }
-# For the blocks that all share: by bytes an element, and rows of queries a tile.
+# For the blocks that all share: by bytes an element, and rows of queries a tile. (128, 8, 2) is the one to measure.
 SHARED_TILES = {2: Tiles(64, 8, 3), 4: Tiles(32, 8, 2)}
 SHARED_ROWS = 128
-# Keys are split while there are fewer programs than this for a processor.
+# Keys are split while there are fewer programs than this for a processor: 2 to 8 are worth measuring, for one sequence
+# (splits that have no keys still start) and for a hundred long ones (programs of equal length end in waves).
 PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 32
 SHARED_PROGRAMS_PER_PROCESSOR = 1
@@ -232,30 +236,12 @@ def _shared_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "num_shared_splits"], do_not_specialize_on_alignment=_CUT_ANYWHERE)
 def _decode_kernel(
-    out,
-    q,
-    kv_cache,
-    block_tables,
-    table_stride,
-    context_lens,
-    scale,
-    partial_values,
-    partial_lse,
-    arrivals,
-    num_shared_blocks,
-    shared_values,
-    shared_lse,
-    num_shared_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHARED_BLOCK_N: tl.constexpr,
+    out, q, kv_cache, block_tables, table_stride, context_lens, scale, partial_values, partial_lse, arrivals,
+    num_shared_blocks, shared_values, shared_lse, num_shared_splits,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, SHARED_BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One program: a sequence, a KV head with its GROUP query heads, a split of the keys."""
     # Neighbours in the grid are sequences: those that read the same blocks do so at a time, and meet in L2.
     i_seq, i_kv, i_split, num_kv_heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)

@@ -222,3 +222,16 @@ def sample(
     share = torch.where(greedy, 0.0, uniform.double().clamp(max=1 - 2.0**-24))
     drawn = torch.searchsorted(ends, share[:, None] * ends[:, -1:], right=True)
     return drawn.clamp(max=vocab_size - 1).squeeze(1)
+
+
+def resample(image: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor, precision_bits: int) -> torch.Tensor:
+    """Weighted sums along the middle axis, in whole numbers: uint8 `[A, L, B]` -> `[A, P, B]`, P being the outputs.
+
+    Output i begins at input `starts[i]`; `weights` int32 `[taps, P]` have `precision_bits` after the point, and are 0
+    where there is no input. Sums are rounded half up and clamped to bytes (Pillow's resampling).
+    """
+    total = torch.full((), 1 << (precision_bits - 1), dtype=torch.int32, device=image.device)
+    for tap, weight in enumerate(weights):
+        inputs = image.index_select(1, (starts + tap).clamp(max=image.shape[1] - 1))
+        total = total + inputs.to(torch.int32) * weight[:, None]
+    return (total >> precision_bits).clamp_(0, 255).to(torch.uint8)

@@ -13,7 +13,6 @@ from mmserve.models.registry import VisionLanguageModel
 from mmserve.request import ImageSpan
 from mmserve.vision.pixel_loader import PixelLoader
 
-
 # Width and height of A4 at 150 dpi, the resolution at which pages of documents are drawn.
 _PAGE = (1240, 1754)
 # After so many, lengths that come often have what is made for them alone.
