@@ -286,6 +286,6 @@ def sample(
         BLOCK=block,
         TILES=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
         CANDIDATES=_CANDIDATES,
-        num_warps=_NUM_WARPS,
+        num_warps=min(max(block // 512, 1), _NUM_WARPS),
     )
     return out

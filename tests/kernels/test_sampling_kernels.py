@@ -70,7 +70,7 @@ def test_nothing_to_sample() -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few logits take all the ways that many do."""
     monkeypatch.setattr(sampling, "_BLOCK", 64)
-    monkeypatch.setattr(sampling, "_CANDIDATES", 16)
+    monkeypatch.setattr(sampling, "_CANDIDATES", 32)
 
 
 @pytest.mark.usefixtures("small_blocks")
