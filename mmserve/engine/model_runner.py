@@ -114,8 +114,6 @@ class ModelRunner:
             scheduler, max_model_len=self.max_model_len, block_size=self.block_size, on_gpu=on_gpu
         ):
             self.run(batch).take()
-        if on_gpu and self.reads_images:
-            self.encoder.warm_up(scheduler.max_encoder_tokens)
         if on_gpu and not self._config.enforce_eager:
             self._graphs = self._capture()
 
@@ -191,6 +189,8 @@ class ModelRunner:
         self.run(ScheduledBatch(tuple(advance(sequence, length) for sequence in sequences))).take()
         rows = torch.zeros(scheduler.max_num_seqs, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
         self._sampler.sample(self._model.logits(rows), [Sequence("", [0], SamplingParams())] * len(rows)).take()
+        if self.reads_images:
+            self.encoder.warm_up(scheduler.max_encoder_tokens)
         del self.kv_cache
         return torch.cuda.max_memory_allocated(self.device) - before - held
 
