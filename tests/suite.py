@@ -3,6 +3,7 @@
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,20 @@ def pytest_configure() -> None:
     """Without a GPU, Triton's kernels run in its interpreter; it asks when a kernel is defined."""
     if not _has_cuda():
         os.environ["TRITON_INTERPRET"] = "1"
+        _let_scalars_bound_loops()
+
+
+def _let_scalars_bound_loops() -> None:
+    """Triton 3.6 keeps a scalar as an array of one element, which NumPy from 2.4 on does not take for an integer."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

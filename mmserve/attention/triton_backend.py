@@ -10,7 +10,7 @@ import torch
 from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.kernels.kv_store import rotate_and_store
-from mmserve.kernels.paged_chunk import paged_attention_chunk, query_tiles
+from mmserve.kernels.paged_chunk import paged_attention_chunk, query_tile, query_tiles
 from mmserve.kernels.paged_decode import paged_attention_decode
 from mmserve.kernels.transfer import to_device
 
@@ -41,6 +41,7 @@ class ChunkTables:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     tiles: torch.Tensor
+    query_tile: int
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,16 @@ class TritonAttention:
             k_weight=layer.k_norm,
             eps=layer.norm_eps,
         )
-        if metadata.chunks is None:
-            return self._decode(q, kv_cache, metadata.decodes)
-        if metadata.decodes is None:
-            return self._attend_chunks(q, kv_cache, metadata.chunks)
-        num_decodes = len(metadata.decodes.context_lens)
-        decoded = self._decode(q[:num_decodes], kv_cache, metadata.decodes)
-        return torch.cat((decoded, self._attend_chunks(q[num_decodes:], kv_cache, metadata.chunks)))
+        out = torch.empty_like(q)
+        num_decodes = len(metadata.decodes.context_lens) if metadata.decodes else 0
+        if metadata.decodes is not None:
+            self._decode(q[:num_decodes], kv_cache, metadata.decodes, out[:num_decodes])
+        if metadata.chunks is not None:
+            self._attend_chunks(q[num_decodes:], kv_cache, metadata.chunks, out[num_decodes:])
+        return out
 
-    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, tables: DecodeTables | None) -> torch.Tensor:
-        assert tables is not None
-        return paged_attention_decode(
+    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, tables: DecodeTables, out: torch.Tensor) -> None:
+        paged_attention_decode(
             q,
             kv_cache,
             tables.block_tables,
@@ -101,11 +101,20 @@ class TritonAttention:
             self._scale,
             num_shared_blocks=tables.num_shared_blocks,
             max_context_len=tables.max_context_len,
+            out=out,
         )
 
-    def _attend_chunks(self, q: torch.Tensor, kv_cache: torch.Tensor, tables: ChunkTables) -> torch.Tensor:
-        return paged_attention_chunk(
-            q, kv_cache, tables.block_tables, tables.query_starts, tables.context_lens, tables.tiles, self._scale
+    def _attend_chunks(self, q: torch.Tensor, kv_cache: torch.Tensor, tables: ChunkTables, out: torch.Tensor) -> None:
+        paged_attention_chunk(
+            q,
+            kv_cache,
+            tables.block_tables,
+            tables.query_starts,
+            tables.context_lens,
+            tables.tiles,
+            self._scale,
+            query_tile=tables.query_tile,
+            out=out,
         )
 
     def _decodes(self, batch: AttentionBatch, num_decodes: int) -> DecodeTables:
@@ -121,11 +130,13 @@ class TritonAttention:
 
     def _chunks(self, batch: AttentionBatch, num_decodes: int) -> ChunkTables:
         query_lens = batch.query_lens[num_decodes:]
+        size = query_tile(query_lens)
         return ChunkTables(
             self._tensor(padded_tables(batch.block_tables[num_decodes:])),
             self._tensor(np.cumsum([0, *query_lens], dtype=np.int32)),
             self._tensor(np.array(batch.context_lens[num_decodes:], dtype=np.int32)),
-            self._tensor(query_tiles(query_lens)),
+            self._tensor(query_tiles(query_lens, size)),
+            size,
         )
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -24,9 +24,11 @@ def measure_engine(config: EngineConfig, workload: Workload, *, excluded_pids: C
     `excluded_pids` are processes whose memory is not ours. Raises what `EngineClient` raises.
     """
     with MemoryWatcher(excluded_pids) as memory:
+        started = time.perf_counter()
         client = EngineClient.start(config)
         try:
             client.wait_until_ready()
+            start_seconds = time.perf_counter() - started
             info = client.engine_info
             assert info is not None
             records = asyncio.run(run_workload(client, workload))
@@ -38,6 +40,8 @@ def measure_engine(config: EngineConfig, workload: Workload, *, excluded_pids: C
         device=info.device,
         dtype=info.dtype,
         threads=config.num_threads or torch.get_num_threads(),
+        start_seconds=start_seconds,
+        model=client.model_config,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmserve import __version__
+from mmserve.config import ModelConfig
 
 Report = dict[str, Any]
 
@@ -33,34 +34,57 @@ class RequestRecord:
         """Mean gap between its tokens after the first."""
         return (self.last_token - self.first_token) / max(self.num_output_tokens - 1, 1)
 
+    @property
+    def end_to_end(self) -> float:
+        return self.last_token - self.offered
+
 
 @dataclass(frozen=True)
 class Measurement:
-    """One round of one engine. `seconds` go from the first request offered to the last token."""
+    """One round of one engine. `seconds` go from the first request offered to the last token.
+
+    `start_seconds` go from the engine's start until it was ready; None where that was not measured.
+    """
 
     records: Sequence[RequestRecord]
     peak_memory_bytes: int
     device: str
     dtype: str
     threads: int
+    start_seconds: float | None = None
+    model: ModelConfig | None = None
 
     @property
     def seconds(self) -> float:
-        return max(record.last_token for record in self.records) - min(record.offered for record in self.records)
+        return total_seconds(self.records)
 
 
-def make_report(measurement: Measurement, *, workload: str, model: str) -> Report:
-    """The figures of one round, ready for JSON."""
-    records, seconds = measurement.records, measurement.seconds
+def total_seconds(records: Sequence[RequestRecord]) -> float:
+    """From the first request offered to the last token."""
+    return max(record.last_token for record in records) - min(record.offered for record in records)
+
+
+def speed_report(records: Sequence[RequestRecord]) -> Report:
+    """Rates and latencies of one round, ready for JSON."""
+    seconds = total_seconds(records)
     num_output_tokens = sum(record.num_output_tokens for record in records)
     num_tokens = num_output_tokens + sum(record.num_prompt_tokens for record in records)
     return {
         "requests_per_second": round(len(records) / seconds, 4),
         "output_tokens_per_second": round(num_output_tokens / seconds, 2),
         "total_tokens_per_second": round(num_tokens / seconds, 2),
-        "ttft_ms": _percentiles_ms([record.time_to_first_token for record in records]),
-        "tpot_ms": _percentiles_ms([record.time_per_output_token for record in records]),
+        "ttft_ms": percentiles_ms([record.time_to_first_token for record in records]),
+        "tpot_ms": percentiles_ms([record.time_per_output_token for record in records]),
+    }
+
+
+def make_report(measurement: Measurement, *, workload: str, model: str) -> Report:
+    """The figures of one round, ready for JSON."""
+    start = {} if measurement.start_seconds is None else {"start_seconds": round(measurement.start_seconds, 3)}
+    return {
+        **speed_report(measurement.records),
         "peak_memory_bytes": measurement.peak_memory_bytes,
+        **start,
         "workload": workload,
         "model": model,
         "device": measurement.device,
@@ -96,6 +120,6 @@ def _speed(report: Report) -> float:
     return float(report["output_tokens_per_second"])
 
 
-def _percentiles_ms(seconds: list[float]) -> dict[str, float]:
+def percentiles_ms(seconds: list[float]) -> dict[str, float]:
     p50, p99 = np.percentile(seconds, [50, 99]) * 1000
     return {"p50": round(float(p50), 3), "p99": round(float(p99), 3)}

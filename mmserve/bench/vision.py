@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from mmserve.bench.ceilings import measure_ceilings
+from mmserve.bench.limits import Ceilings, PromptShape, bytes_of, page_limit
 from mmserve.bench.memory import MemoryWatcher
 from mmserve.bench.pages import A4_SIZE, PageForm, draw_picture, make_pages, save_page
 from mmserve.bench.report import Measurement, Report, RequestRecord, make_report
@@ -72,25 +74,44 @@ def run_vision(
     *,
     form: PageForm = "pixels",
     rounds: int = 3,
+    ceilings: Ceilings | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """The figures of a workload on a fresh engine; before it, two questions about each of `rounds` further pages, one
     after the other. Pages are offered as `form` says.
 
+    With the share of the device's limit (see `limits`) where its `ceilings` are given, or can be measured on a GPU.
+
     Raises what `EngineClient` raises, `RequestError` (`images_not_supported`) for a model that reads text only.
     """
     on_progress(f"Starting {config.names[0]}")
     with tempfile.TemporaryDirectory(prefix="mmserve-bench-") as folder, MemoryWatcher() as memory:
+        started = time.perf_counter()
         client = EngineClient.start(config)
         prompts = open_prompts(client)
         try:
             client.wait_until_ready()
+            start_seconds = time.perf_counter() - started
             asker = Asker(client, prompts, Path(folder))
-            report = asyncio.run(_measure(asker, workload, form, rounds, on_progress))
+            records, figures = asyncio.run(_measure(asker, workload, form, rounds, on_progress))
         finally:
             prompts.close()
             client.close()
-    return {**report, "peak_memory_bytes": memory.peak_bytes}
+    info = client.engine_info
+    assert info is not None
+    threads = config.num_threads or torch.get_num_threads()
+    measured = Measurement(
+        records, memory.peak_bytes, info.device, info.dtype, threads, start_seconds, client.model_config
+    )
+    if ceilings is None and info.device.startswith("cuda"):
+        on_progress("Measuring what the device allows")
+        ceilings = measure_ceilings(info.device)
+    return {
+        **_speed_report(config, workload, measured),
+        "source": form,
+        **figures,
+        **_limit_report(asker, workload, measured, ceilings),
+    }
 
 
 class Asker:
@@ -196,7 +217,8 @@ class PageAlone:
 
 async def _measure(
     asker: Asker, workload: PageWorkload, form: PageForm, rounds: int, on_progress: Callable[[str], None]
-) -> Report:
+) -> tuple[list[RequestRecord], Report]:
+    """One record a request, page by page, and what else there is to tell."""
     await asker.warm_up()
     (page,) = asker.pages([_WARM_UP_PAGE], workload.page_size, form)
     await asker.ask(page, SUMMARY, 1)
@@ -214,14 +236,7 @@ async def _measure(
         )
     )
     gained = Counters.read(asker).since(before)
-    speed = _speed_report(asker.client, workload, records)
-    return {
-        **speed,
-        "source": form,
-        **gained,
-        "page_alone": _alone_report(alone),
-        "same_page": _same_page_report(alone),
-    }
+    return records, {**gained, "page_alone": _alone_report(alone), "same_page": _same_page_report(alone)}
 
 
 async def _ask_twice(asker: Asker, page: PictureSource) -> PageAlone:
@@ -260,15 +275,26 @@ def _same_page_report(pages: Sequence[PageAlone]) -> Report:
     }
 
 
-def _speed_report(client: EngineClient, workload: PageWorkload, records: Sequence[RequestRecord]) -> Report:
-    info = client.engine_info
-    assert info is not None
-    threads = client.config.num_threads or torch.get_num_threads()
-    measurement = Measurement(records, 0, info.device, info.dtype, threads)
+def _speed_report(config: EngineConfig, workload: PageWorkload, measured: Measurement) -> Report:
     return {
-        "pages_per_second": round(workload.num_pages / measurement.seconds, 4),
-        **make_report(measurement, workload=workload.name, model=client.config.names[0]),
+        "pages_per_second": round(workload.num_pages / measured.seconds, 4),
+        **make_report(measured, workload=workload.name, model=config.names[0]),
         "num_pages": workload.num_pages,
-        "num_requests": len(records),
+        "num_requests": len(measured.records),
         "max_tokens": workload.max_tokens,
     }
+
+
+def _limit_report(asker: Asker, workload: PageWorkload, measured: Measurement, ceilings: Ceilings | None) -> Report:
+    processor, model = asker.client.image_processor, measured.model
+    if ceilings is None or processor is None or model is None:
+        return {}
+    plan = processor.plan(*workload.page_size, asker.prompts.limits)
+    # Of further questions about a page, the page is known.
+    known = [plan.num_tokens if index % len(workload.questions) else 0 for index in range(len(measured.records))]
+    pairs = zip(measured.records, known, strict=True)
+    shapes = [PromptShape(record.num_prompt_tokens, num_known, num_known) for record, num_known in pairs]
+    layouts = [plan.items[0].layout] * workload.num_pages
+    num_bytes = bytes_of(measured.dtype)
+    limit = page_limit(model, layouts, shapes, workload.max_tokens, ceilings, num_bytes=num_bytes)
+    return {} if limit is None else limit.report(measured.seconds)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -17,7 +17,21 @@ from mmserve.config import EngineConfig
 from mmserve.errors import RequestError
 from mmserve.vision.page_types import PageLimits
 
+if TYPE_CHECKING:
+    from mmserve.bench.limits import Ceilings
+
 app = typer.Typer(no_args_is_help=True)
+CeilingsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPERATIONS,BYTES",
+        help="What the device does in a second at best, such as 789e12,4.27e12; measured on a GPU if not given.",
+    ),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON to this file as well.")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on the terminal.")]
 WORKLOAD_HELP = "; ".join(f"{name}: {kind.summary}" for name, kind in WORKLOADS.items())
 
 
@@ -37,10 +51,9 @@ def throughput(
     baseline: Annotated[
         Literal["transformers"] | None, typer.Option(help="Also run this, round by round in turn with mmserve.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON to this file as well.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on the terminal.")] = False,
+    ceilings: CeilingsOption = None,
+    output: OutputOption = None,
+    quiet: QuietOption = False,
     engine: EngineOptions = EngineOptions(),  # noqa: B008
 ) -> None:
     """Offer many requests at once; print speed, latencies and memory.
@@ -48,19 +61,68 @@ def throughput(
     Every prompt has random ids from a fixed seed; answers are greedy and of a fixed length. Latencies are in
     milliseconds: ttft to the first token, tpot between later ones. Memory is the most seen over all processes of
     mmserve. With --baseline, the ratio of the output tokens per second of both is printed too: on a machine that others
-    use as well, only rounds side by side can be compared.
+    use as well, only rounds side by side can be compared. limit_seconds is what the device needs at least, computed
+    from operations and bytes at its ceilings.
 
     \b
     Examples:
       mmserve bench throughput --workload C1 --num-threads 2
       mmserve bench throughput --workload C1 --num-threads 2 --baseline transformers --rounds 3
+      mmserve bench throughput --workload T1 --model shape:llama-2-7b --load-format dummy --max-num-seqs 256
     """
     _check_output(output)
     config, work = engine.to_config(), build_workload(workload, num_prompts)
+    chosen = _read_ceilings(ceilings)
     from mmserve.bench.throughput import run_throughput
 
     with _progress(quiet) as on_progress:
-        report = run_throughput(config, work, rounds=rounds, baseline=baseline, on_progress=on_progress)
+        report = run_throughput(
+            config, work, rounds=rounds, baseline=baseline, ceilings=chosen, on_progress=on_progress
+        )
+    _write(report, output)
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    workload: Annotated[str, typer.Option("--workload", "-w", help=f"What is sent. {WORKLOAD_HELP}.")] = "C1",
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE", help="Requests a second, at random moments from a fixed seed.", show_default=False
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests at a time, if not the workload's own.", show_default=False)
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Number of prompts, if not the workload's own.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Name of the model, if not the first that is served.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds without a word from the server that end a request.")] = 600.0,
+    output: OutputOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Send a workload to a running server, streamed; print speed, latencies and failures.
+
+    Latencies are in milliseconds: ttft to the first text, tpot between later tokens, e2e to the last. Requests that
+    failed are counted by the server's code and are in no other figure. The same prompts as `bench throughput` are sent,
+    so restart the server, or its cache knows them.
+
+    \b
+    Examples:
+      mmserve bench serve --workload T1 --request-rate 20
+      mmserve bench serve --url http://127.0.0.1:9000 --workload C1 --concurrency 4 --num-prompts 32
+    """
+    _check_output(output)
+    work = build_workload(workload, num_prompts)
+    from mmserve.bench.serve import Pace, run_serve
+
+    pace = Pace(request_rate, concurrency)
+    with _progress(quiet) as on_progress:
+        report = run_serve(url, work, pace, model=model, timeout=timeout, on_progress=on_progress)
     _write(report, output)
 
 
@@ -95,10 +157,9 @@ def vision(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the JSON to this file as well.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on the terminal.")] = False,
+    ceilings: CeilingsOption = None,
+    output: OutputOption = None,
+    quiet: QuietOption = False,
     pictures: VisionOptions = VisionOptions(),  # noqa: B008
     engine: EngineOptions = EngineOptions(),  # noqa: B008
 ) -> None:
@@ -108,18 +169,19 @@ def vision(
     starts before a page is read or hashed. Before D1 and D2, two questions about each of --rounds further pages are
     asked, one after the other: page_alone says how soon a page is answered that is the only one, and same_page how
     much sooner when it is known. Seconds of preprocessing, which are those outside the engine, and of the encoder are
-    sums over pages.
+    sums over pages. limit_seconds is what the device needs at least, for Qwen's towers.
 
     \b
     Examples:
       mmserve bench vision --model ORG/NAME --load-format dummy --workload D1 --num-pages 2 --max-tokens 8
+      mmserve bench vision --model shape:qwen2.5-vl-7b --load-format dummy --workload D1 --max-pixels 12845056
       mmserve bench vision --model FOLDER --workload encoder --rounds 3 --num-threads 2
       mmserve bench vision --model FOLDER --workload memory --kv-cache-memory-bytes 4MiB
     """
     _check_output(output)
-    config = engine.to_config()
+    config, chosen = engine.to_config(), _read_ceilings(ceilings)
     with _progress(quiet) as on_progress:
-        report = _run_vision(config, pictures, workload, source, num_pages, max_tokens, rounds, on_progress)
+        report = _run_vision(config, pictures, workload, source, num_pages, max_tokens, rounds, chosen, on_progress)
     _write(report, output)
 
 
@@ -131,6 +193,7 @@ def _run_vision(
     num_pages: int | None,
     max_tokens: int | None,
     rounds: int | None,
+    ceilings: "Ceilings | None",
     on_progress: Callable[[str], None],
 ) -> dict[str, Any]:
     limits = pictures.to_limits()
@@ -152,7 +215,22 @@ def _run_vision(
 
     pages = build_page_workload(workload, num_pages, max_tokens)
     open_prompts = functools.partial(pictures.open_prompts, pages=PageLimits())
-    return run_vision(config, pages, open_prompts, form=source, rounds=rounds or 3, on_progress=on_progress)
+    return run_vision(
+        config, pages, open_prompts, form=source, rounds=rounds or 3, ceilings=ceilings, on_progress=on_progress
+    )
+
+
+def _read_ceilings(text: str | None) -> "Ceilings | None":
+    if text is None:
+        return None
+    from mmserve.bench.limits import parse_ceilings
+
+    try:
+        return parse_ceilings(text)
+    except ValueError:
+        raise RequestError(
+            "invalid_request", f"--ceilings {text!r} is not like 789e12,4.27e12", param="ceilings"
+        ) from None
 
 
 def _check_output(output: Path | None) -> None:

@@ -308,7 +308,7 @@ def _put_all(items: Sequence[tuple[Mailbox, TokenOutput]]) -> None:
 
 def _as_token_ids(values: Sequence[int]) -> list[int]:
     try:
-        return [operator.index(value) for value in values]
+        return list(map(operator.index, values))
     except TypeError:
         raise RequestError("invalid_request", "a prompt must be a list of token ids", param="prompt") from None
 

@@ -16,6 +16,7 @@ from mmserve.engine.memory import cache_bytes, fit_context, wanted_context
 from mmserve.engine.sampler import PendingTokens, Sampler
 from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.engine.step_inputs import InputBuilder, StepInputs
+from mmserve.engine.warm_up import warm_up_batches
 from mmserve.errors import SetupError
 from mmserve.kernels.transfer import to_device
 from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
@@ -107,13 +108,13 @@ class ModelRunner:
         return PendingStep([sequence.request_id for sequence in sequences], tokens)
 
     def warm_up(self) -> None:
-        """Run a prompt and a decoding step in block 0, and capture the graphs, so that no request pays for it."""
-        length = min(self._config.scheduler.max_num_batched_tokens, self.max_model_len - 1, self.block_size)
-        sequence = Sequence("warm-up", [0] * length, SamplingParams(temperature=0.0), block_ids=[0])
-        for num_tokens in (length, 1):
-            sequence.num_computed_tokens, sequence.num_pending_tokens = length - num_tokens, 0
-            self.run(ScheduledBatch((advance(sequence, num_tokens),))).take()
-        if self.device.type == "cuda" and not self._config.enforce_eager:
+        """Run what is lazy or has to be compiled, and capture the graphs, so that no request pays for it."""
+        scheduler, on_gpu = self._config.scheduler, self.device.type == "cuda"
+        for batch in warm_up_batches(
+            scheduler, max_model_len=self.max_model_len, block_size=self.block_size, on_gpu=on_gpu
+        ):
+            self.run(batch).take()
+        if on_gpu and not self._config.enforce_eager:
             self._graphs = self._capture()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -188,6 +189,8 @@ class ModelRunner:
         self.run(ScheduledBatch(tuple(advance(sequence, length) for sequence in sequences))).take()
         rows = torch.zeros(scheduler.max_num_seqs, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
         self._sampler.sample(self._model.logits(rows), [Sequence("", [0], SamplingParams())] * len(rows)).take()
+        if self.reads_images:
+            self.encoder.warm_up(scheduler.max_encoder_tokens)
         del self.kv_cache
         return torch.cuda.max_memory_allocated(self.device) - before - held
 

@@ -9,11 +9,12 @@ import pytest
 from mmserve.bench import driver
 from mmserve.bench.driver import WARM_UP_PROMPT, measure_engine, run_workload
 from mmserve.bench.workloads import WORKLOADS, Workload, build_workload
-from mmserve.config import EngineConfig
+from mmserve.config import EngineConfig, ModelConfig
 from mmserve.engine.client import CompletionDelta, EngineClient
 from mmserve.engine.messages import EngineReady
 from mmserve.errors import EngineError
 from mmserve.request import SamplingParams
+from mmserve.weights.shapes import SHAPES
 
 PROMPTS = ((1, 2, 3), (4, 5), (6,))
 
@@ -23,6 +24,7 @@ class ScriptedClient:
 
     def __init__(self, *, num_missing: int = 0, failure: EngineError | None = None) -> None:
         self.engine_info = EngineReady(max_model_len=100, num_blocks=10, device="cpu", dtype="float32")
+        self.model_config = ModelConfig.from_hf(SHAPES["llama-2-7b"].config)
         self.num_missing = num_missing
         self.failure = failure
         self.calls: list[tuple[tuple[int, ...], SamplingParams]] = []
@@ -127,6 +129,9 @@ def test_a_round_starts_an_engine_and_closes_it(monkeypatch: pytest.MonkeyPatch)
     assert len(measured.records) == 3
     assert (measured.device, measured.dtype, measured.threads) == ("cpu", "float32", 3)
     assert measured.peak_memory_bytes > 10**7
+    assert measured.start_seconds is not None
+    assert 0 <= measured.start_seconds < 5
+    assert measured.model == client.model_config
 
 
 def test_an_engine_that_fails_is_closed_and_its_error_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Figures of a run, from times that are easy to reckon with."""
 
+import dataclasses
 import json
 
 import pytest
@@ -36,6 +37,12 @@ def test_a_report_has_these_keys_and_is_json() -> None:
         *("peak_memory_bytes", "workload", "model", "device", "dtype", "threads", "versions"),
     }
     assert {"mmserve", "python", "torch", "transformers"} <= set(report["versions"])
+
+
+def test_the_start_is_told_where_it_was_measured() -> None:
+    record = RequestRecord(0.0, 0.5, 1.0, num_prompt_tokens=7, num_output_tokens=2)
+    measured = dataclasses.replace(measurement(record), start_seconds=1.23456)
+    assert make_report(measured, workload="C1", model="m")["start_seconds"] == 1.235
 
 
 def test_an_answer_of_one_token_has_no_gaps() -> None:

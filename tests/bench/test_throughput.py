@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from reference_models import save_reference_model
 from typer.testing import CliRunner
 
 from mmserve.bench import throughput
+from mmserve.bench.limits import Ceilings, text_limit
 from mmserve.bench.report import Measurement, RequestRecord
 from mmserve.bench.throughput import run_throughput
 from mmserve.bench.workloads import Workload, build_workload
 from mmserve.cli import app
-from mmserve.config import EngineConfig
+from mmserve.config import EngineConfig, ModelConfig
+from mmserve.weights.shapes import SHAPES
 
 BASELINE_PID = 77
 
@@ -79,6 +82,34 @@ def test_without_a_baseline_the_report_is_that_of_the_median_round(monkeypatch: 
     assert stage.log == ["mmserve C1 1 without []"] * 3
 
 
+def test_the_share_of_the_limit_follows_from_given_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig.from_hf(SHAPES["llama-2-7b"].config)
+    work = build_workload("C1", 1)
+    limit = text_limit(model, work, Ceilings(1e13, 1e11), num_bytes=4)
+    measured = replace(measurement(10), model=model)
+    monkeypatch.setattr(throughput, "measure_engine", lambda *_, **__: measured)
+    report = run_throughput(EngineConfig(), work, ceilings=Ceilings(1e13, 1e11))
+    assert report["limit_seconds"] == pytest.approx(limit.seconds, rel=1e-3)
+    assert report["share_of_limit"] == pytest.approx(limit.seconds / measured.seconds, rel=1e-3)
+
+
+def test_ceilings_of_a_gpu_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+
+    def measure(device: str) -> Ceilings:
+        devices.append(device)
+        return Ceilings(1e13, 1e11)
+
+    model = ModelConfig.from_hf(SHAPES["llama-2-7b"].config)
+    monkeypatch.setattr(throughput, "measure_ceilings", measure)
+    for device in ("cpu", "cuda:0"):
+        measured = replace(measurement(10), model=model, device=device)
+        monkeypatch.setattr(throughput, "measure_engine", lambda *_, found=measured, **__: found)
+        report = run_throughput(EngineConfig(), build_workload("C1", 1))
+        assert ("share_of_limit" in report) == (device == "cuda:0")
+    assert devices == ["cuda:0"]
+
+
 def run_command(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["bench", "throughput", *arguments])
 
@@ -117,6 +148,7 @@ def test_the_command_compares_with_a_baseline(monkeypatch: pytest.MonkeyPatch) -
         ["--num-prompts", "0"],
         ["--output", "/no/such/folder/figures.json"],
         ["--max-num-seqs", "0"],
+        ["--ceilings", "fast"],
     ],
     ids=" ".join,
 )

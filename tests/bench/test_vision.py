@@ -92,6 +92,20 @@ def test_dummy_weights_and_fewer_pixels(model: Path) -> None:
     assert whole["workload"] == small["workload"] == "D1"
     assert whole["encoder_cache"]["queries"] == 1
     assert small["same_page"]["prompt_tokens"] < whole["same_page"]["prompt_tokens"]
+    assert "limit_seconds" not in whole
+
+
+def test_the_share_of_the_limit_counts_the_tower_once_a_page(model: Path) -> None:
+    options = ("--max-tokens", "2", "--ceilings", "1e12,1e11")
+    two_pages = report_of(model, *options, "--num-pages", "2")
+    four_questions = report_of(model, *options, "--workload", "D2", "--num-pages", "2")
+    vision = [report["limit"]["vision_seconds"] for report in (two_pages, four_questions)]
+    assert vision[0] == vision[1] > 0
+    assert two_pages["limit"]["prompt_seconds"] < four_questions["limit"]["prompt_seconds"]
+    for report in (two_pages, four_questions):
+        measured = report["num_requests"] / report["requests_per_second"]
+        assert report["share_of_limit"] == pytest.approx(report["limit_seconds"] / measured, rel=0.05, abs=1e-4)
+        assert report["start_seconds"] > 0
 
 
 def test_the_encoders_agree(model: Path) -> None:

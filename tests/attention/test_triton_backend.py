@@ -1,0 +1,70 @@
+"""The backend of GPUs, its kernels interpreted on the CPU, against the backend of CPUs."""
+
+import pytest
+import torch
+
+from mmserve.attention.base import AttentionBatch, AttentionLayer
+from mmserve.attention.context import ForwardContext
+from mmserve.attention.torch_backend import TorchAttention
+from mmserve.attention.triton_backend import TritonAttention, num_shared_blocks, padded_tables
+
+BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 64
+CPU = torch.device("cpu")
+
+
+def backends() -> tuple[TorchAttention, TritonAttention]:
+    shape = {"head_dim": HEAD_DIM, "block_size": BLOCK_SIZE, "device": CPU}
+    return TorchAttention(num_kv_heads=KV_HEADS, dtype=torch.float32, **shape), TritonAttention(**shape)  # type: ignore[arg-type]
+
+
+def batch(*shapes: tuple[int, int], num_shared: int = 0) -> AttentionBatch:
+    """Sequences of `(context, queries)`, their blocks all different but for the first `num_shared`."""
+    tables, num_blocks = [], 1 + num_shared
+    for context_len, _ in shapes:
+        count = -(-context_len // BLOCK_SIZE) - num_shared
+        tables.append([*range(1, 1 + num_shared), *range(num_blocks, num_blocks + count)][: num_shared + count])
+        num_blocks += count
+    return AttentionBatch([queries for _, queries in shapes], [context for context, _ in shapes], tables)
+
+
+def attend(backend: TorchAttention | TritonAttention, step: AttentionBatch, layer: AttentionLayer) -> torch.Tensor:
+    """The result, and after it the cache as it was left, flat."""
+    torch.manual_seed(0)
+    num_rows, num_blocks = sum(step.query_lens), 1 + max(max(table) for table in step.block_tables)
+    cache = torch.randn(num_blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    qkv = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    cos, sin = torch.randn(2, num_rows, 1, HEAD_DIM).unbind()
+    context = ForwardContext(cos, sin, [torch.empty(0), cache], backend.prepare(step))
+    out = backend.forward(qkv, layer, context)
+    return torch.cat((out.flatten(), cache.flatten()))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        batch((40, 1), (17, 1), (1, 1)),
+        batch((40, 40), (33, 16)),
+        batch((50, 1), (5, 1), (70, 3), (20, 20)),
+        batch(*((290 + i, 1) for i in range(5, 0, -1)), num_shared=17),
+    ],
+    ids=["decodes", "chunks", "both", "shared prefix"],
+)
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_both_backends_agree(step: AttentionBatch, has_norms: bool) -> None:
+    norms = (torch.rand(HEAD_DIM), torch.rand(HEAD_DIM)) if has_norms else (None, None)
+    layer = AttentionLayer(1, HEADS, norms[0], norms[1], 1e-6)
+    expected, out = (attend(backend, step, layer) for backend in backends())
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_are_shared_up_to_where_the_first_sequence_leaves_or_ends() -> None:
+    tables = padded_tables([[1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 8, 11], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 7]])
+    assert num_shared_blocks(tables, [640, 700, 321, 384], 64) == 5
+    assert num_shared_blocks(tables, [640, 700, 320, 384], 64) == 4
+    assert num_shared_blocks(tables[:3], [640, 700, 321], 64) == 0, "too few sequences to pay"
+    assert num_shared_blocks(tables, [640, 700, 321, 384], 16) == 0, "too few tokens to pay"
+    other = tables.copy()
+    other[2, 4] = 6
+    assert num_shared_blocks(other, [640, 700, 321, 384], 64) == 4
+    other[2, 0] = 6
+    assert num_shared_blocks(other, [640, 700, 321, 384], 64) == 0
