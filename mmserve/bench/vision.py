@@ -207,7 +207,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class PageAlone:
-    """Two questions about one page, on an engine that does nothing else; the seconds are the first question's."""
+    """Two questions about one page, on an engine that does nothing else; the seconds are all the first one's."""
 
     first: RequestRecord
     second: RequestRecord
@@ -241,9 +241,9 @@ async def _measure(
 
 async def _ask_twice(asker: Asker, page: PictureSource) -> PageAlone:
     before = Counters.read(asker)
-    first = await asker.ask(page, QUESTIONS[0], 1)
-    seconds = Counters.read(asker).seconds_since(before)
-    return PageAlone(first, await asker.ask(page, QUESTIONS[1], 1), *seconds)
+    first, second = [await asker.ask(page, question, 1) for question in QUESTIONS[:2]]
+    # A GPU's seconds are counted by the step after, and the second question adds none.
+    return PageAlone(first, second, *Counters.read(asker).seconds_since(before))
 
 
 def _alone_report(pages: Sequence[PageAlone]) -> Report:
