@@ -46,7 +46,7 @@ QUERY_TILES = (64, 128)
 
 def query_tile(query_lens: Sequence[int]) -> int:
     """Queries a tile for a step: the smaller where the larger would stay half empty."""
-    return QUERY_TILES[0] if max(query_lens, default=0) <= QUERY_TILES[0] else QUERY_TILES[1]
+    return QUERY_TILES[0]
 
 
 def query_tiles(query_lens: Sequence[int], query_tile: int = QUERY_TILES[1]) -> npt.NDArray[np.int32]:

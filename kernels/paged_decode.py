@@ -44,7 +44,7 @@ SHARED_TILES = {2: Tiles(64, 8, 3), 4: Tiles(32, 8, 2)}
 SHARED_ROWS = 128
 # Keys are split while there are fewer programs than this for a processor: 2 to 8 are worth measuring, for one sequence
 # (splits that have no keys still start) and for a hundred long ones (programs of equal length end in waves).
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 32
 SHARED_PROGRAMS_PER_PROCESSOR = 1
 MAX_SHARED_SPLITS = 8

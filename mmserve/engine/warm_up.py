@@ -28,8 +28,9 @@ def warm_up_batches(
         return
     chunks = [(0, min(length, longest)) for length in _CHUNK_LENGTHS]
     yield from (_batch([chunk], block_size, RANDOM) for chunk in chunks)
+    most = max(scheduler.max_num_seqs - 1, 1)
     for context_len in (min(length, longest) for length in _CONTEXT_LENGTHS):
-        for num_decodes in (1, 4, scheduler.max_num_seqs):
+        for num_decodes in {1, min(4, most), most}:
             yield _batch([(context_len - 1, context_len)] * num_decodes + chunks[:1], block_size)
 
 
