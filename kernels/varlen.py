@@ -32,27 +32,12 @@ def query_tiles(lengths: Sequence[int], query_tile: int) -> torch.Tensor:
     return tiles.to(torch.int32)
 
 
-def _dims(head_dim: int) -> tuple[int, int]:
-    """A head as two blocks, powers of two from 16 on: 80 as 64 + 16 costs less than as 128."""
-    main = max(1 << (head_dim.bit_length() - 1), 16)
-    return main, max(triton.next_power_of_2(head_dim - main), 16) if head_dim > main else 0
-
-
 @triton.jit
-def _load_rows(
-    p_head,
-    o_rows,
-    length,
-    row_stride,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Columns from FIRST on of one head's rows, `[rows, WIDTH]`; zeros from row `length` and from column DIM on."""
-    o_dims = FIRST + tl.arange(0, WIDTH)
+def _load_rows(p_head, o_rows, length, row_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """One head's rows, `[rows, BLOCK]`; zeros from row `length` and from column DIM on."""
+    o_dims = tl.arange(0, BLOCK)
     p_rows = p_head + o_rows[:, None] * row_stride + o_dims[None, :]
-    if MASKED or FIRST + WIDTH > DIM:
+    if MASKED or BLOCK > DIM:
         return tl.load(p_rows, mask=(o_rows < length)[:, None] & (o_dims < DIM)[None, :], other=0.0)
     return tl.load(p_rows)
 
@@ -61,7 +46,6 @@ def _load_rows(
 def _attend(
     state,
     b_q,
-    b_q_tail,
     p_k,
     p_v,
     i_key,
@@ -70,38 +54,24 @@ def _attend(
     v_stride,
     scale,
     DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The state of the softmax after KEYS more keys: sums of values, of weights, and the greatest score, base 2."""
-    b_out, b_out_tail, b_sum, b_max = state
+    b_out, b_sum, b_max = state
     o_keys = i_key + tl.arange(0, KEYS)
-    b_k = _load_rows(p_k, o_keys, length, k_stride, 0, MAIN, DIM, MASKED)
+    b_k = _load_rows(p_k, o_keys, length, k_stride, DIM, BLOCK, MASKED)
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    if TAIL > 0:
-        b_k_tail = _load_rows(p_k, o_keys, length, k_stride, MAIN, TAIL, DIM, MASKED)
-        b_scores = tl.dot(b_q_tail, tl.trans(b_k_tail), b_scores, input_precision="ieee")
     if MASKED:
         b_scores = tl.where((o_keys < length)[None, :], b_scores, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
     b_weights = tl.exp2(b_scores * scale - b_new_max[:, None])
     b_decay = tl.exp2(b_max - b_new_max)
     b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
-    b_v = _load_rows(p_v, o_keys, length, v_stride, 0, MAIN, DIM, MASKED)
+    b_v = _load_rows(p_v, o_keys, length, v_stride, DIM, BLOCK, MASKED)
     b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
-    if TAIL > 0:
-        b_v_tail = _load_rows(p_v, o_keys, length, v_stride, MAIN, TAIL, DIM, MASKED)
-        b_out_tail = tl.dot(b_weights.to(b_v.dtype), b_v_tail, b_out_tail * b_decay[:, None], input_precision="ieee")
-    return b_out, b_out_tail, b_sum, b_new_max
-
-
-@triton.jit
-def _store_rows(out, b_out, o_rows, length, row_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    o_dims = FIRST + tl.arange(0, WIDTH)
-    m_rows = (o_rows < length)[:, None] & (o_dims < DIM)[None, :]
-    tl.store(out + o_rows[:, None] * row_stride + o_dims[None, :], b_out.to(out.dtype.element_ty), mask=m_rows)
+    return b_out, b_sum, b_new_max
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -120,8 +90,7 @@ def _varlen_kernel(
     HEADS: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     DIM: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -134,30 +103,21 @@ def _varlen_kernel(
     i_start = tl.load(starts + i_sequence).to(tl.int64)
     length = (tl.load(starts + i_sequence + 1) - i_start).to(tl.int32)
     o_rows = tl.load(tiles + i_tile * 2 + 1) + tl.arange(0, ROWS)
-    p_q = q + i_start * q_stride + i_head * DIM
     p_k = k + i_start * k_stride + i_head * DIM
     p_v = v + i_start * v_stride + i_head * DIM
-    b_q = _load_rows(p_q, o_rows, length, q_stride, 0, MAIN, DIM, True)
-    # Of no use, and removed by the compiler, where there is no tail.
-    b_q_tail = _load_rows(p_q, o_rows, length, q_stride, MAIN, max(TAIL, 16), DIM, True)
-    b_out = tl.zeros([ROWS, MAIN], dtype=tl.float32)
-    b_out_tail = tl.zeros([ROWS, max(TAIL, 16)], dtype=tl.float32)
-    b_sum = tl.zeros([ROWS], dtype=tl.float32)
-    state = (b_out, b_out_tail, b_sum, tl.full([ROWS], float("-inf"), dtype=tl.float32))
+    b_q = _load_rows(q + i_start * q_stride + i_head * DIM, o_rows, length, q_stride, DIM, BLOCK, True)
+    b_out = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    state = (b_out, tl.zeros([ROWS], dtype=tl.float32), tl.full([ROWS], float("-inf"), dtype=tl.float32))
     full = length // KEYS * KEYS
     for i_key in range(0, full, KEYS):
-        state = _attend(
-            state, b_q, b_q_tail, p_k, p_v, i_key, length, k_stride, v_stride, scale, DIM, MAIN, TAIL, KEYS, False
-        )
+        state = _attend(state, b_q, p_k, p_v, i_key, length, k_stride, v_stride, scale, DIM, BLOCK, KEYS, False)
     if full < length:
-        state = _attend(
-            state, b_q, b_q_tail, p_k, p_v, full, length, k_stride, v_stride, scale, DIM, MAIN, TAIL, KEYS, True
-        )
-    b_out, b_out_tail, b_sum, _ = state
-    p_out = out + i_start * (HEADS * DIM) + i_head * DIM
-    _store_rows(p_out, b_out / b_sum[:, None], o_rows, length, HEADS * DIM, 0, MAIN, DIM)
-    if TAIL > 0:
-        _store_rows(p_out, b_out_tail / b_sum[:, None], o_rows, length, HEADS * DIM, MAIN, TAIL, DIM)
+        state = _attend(state, b_q, p_k, p_v, full, length, k_stride, v_stride, scale, DIM, BLOCK, KEYS, True)
+    b_out, b_sum, _ = state
+    o_dims = tl.arange(0, BLOCK)
+    p_out = out + i_start * (HEADS * DIM) + i_head * DIM + o_rows[:, None] * (HEADS * DIM) + o_dims[None, :]
+    m_out = (o_rows < length)[:, None] & (o_dims < DIM)[None, :]
+    tl.store(p_out, (b_out / b_sum[:, None]).to(out.dtype.element_ty), mask=m_out)
 
 
 def varlen_attention(
@@ -183,7 +143,6 @@ def varlen_attention(
     if num_tiles == 0:
         return out
     in_windows = query_tile == WINDOW_TILE
-    main, tail = _dims(head_dim)
     _varlen_kernel[(num_tiles * num_heads,)](
         q,
         k,
@@ -200,8 +159,7 @@ def varlen_attention(
         # Windows: the heads of a token share lines of memory. Images: the programs at work share one head's keys in L2.
         HEADS_FIRST=in_windows,
         DIM=head_dim,
-        MAIN=main,
-        TAIL=tail,
+        BLOCK=max(triton.next_power_of_2(head_dim), 16),
         ROWS=query_tile,
         # Float32, for tests, has no tensor cores: larger blocks would spill registers.
         KEYS=16 if q.dtype == torch.float32 else 64,
