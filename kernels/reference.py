@@ -41,7 +41,8 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
     Computed in the wider of the dtypes of x and cos, returned in the one of x.
     """
-    return (x * cos).addcmul_(torch.roll(x, x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
+    rotated = (x * cos).addcmul_(torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+    return rotated if rotated.dtype is x.dtype else rotated.to(x.dtype)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

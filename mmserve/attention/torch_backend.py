@@ -71,7 +71,7 @@ class TorchAttention:
         metadata = context.attention
         assert isinstance(metadata, TorchAttentionMetadata)
         kv_cache = context.kv_caches[layer.index]
-        q, k, v = _rotated(qkv, layer, context)
+        q, k, v = _rotated(qkv, self._num_kv_heads, layer, context)
         store_kv(k, v, kv_cache, metadata.stored_rows)
         if len(metadata.groups) == 1 and not metadata.chunks:
             group = metadata.groups[0]
@@ -132,10 +132,10 @@ class TorchAttention:
 
 
 def _rotated(
-    qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext
+    qkv: torch.Tensor, num_kv_heads: int, layer: AttentionLayer, context: ForwardContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q and k, normed and rotated, and v; k and v have as many heads as q leaves them."""
-    num_heads, num_rotated = layer.num_heads, (qkv.shape[1] + layer.num_heads) // 2
+    """q and k, normed and rotated, and v."""
+    num_heads, num_rotated = layer.num_heads, layer.num_heads + num_kv_heads
     qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
     if layer.q_norm is not None and layer.k_norm is not None:
         q = rms_norm(qk[:, :num_heads], layer.q_norm, layer.norm_eps)

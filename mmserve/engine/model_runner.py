@@ -24,6 +24,7 @@ from mmserve.layers.rotary import RotaryTable
 from mmserve.models.registry import model_class
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.vision.pixel_loader import PixelLoader
+from mmserve.vision.process_memory import keep_freed_memory
 from mmserve.vision.preprocess import load_processor
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.layer_loader import LayerLoader
@@ -52,8 +53,10 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, encoder_cache: EncoderCache) -> None:
         """Load the model, size and allocate the KV cache. Raises `SetupError` if a weight or memory is missing."""
         self.device = choose_device(config.device)
-        if self.device.type == "cpu" and config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+            if config.num_threads:
+                torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         is_ahead = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling

