@@ -30,9 +30,9 @@ def warm_up_batches(
         return
     chunks = [(0, min(length, longest)) for length in _CHUNK_LENGTHS]
     yield from (_batch([chunk], block_size, RANDOM) for chunk in chunks)
-    most = max(scheduler.max_num_seqs - 1, 1)
+    most = scheduler.max_num_seqs - 1
     for context_len in (min(length, longest) for length in _CONTEXT_LENGTHS):
-        for num_decodes in {1, min(4, most), most}:
+        for num_decodes in sorted({min(count, most) for count in (1, 4, most)} - {0}):
             yield _batch([(context_len - 1, context_len)] * num_decodes + chunks[:1], block_size)
     for num_rows in _row_counts(min(scheduler.max_num_batched_tokens, longest * scheduler.max_num_seqs)):
         whole, rest = divmod(num_rows, longest)

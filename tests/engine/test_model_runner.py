@@ -219,6 +219,7 @@ def test_warming_up_the_smallest_contexts(folder: Path, block_size: int, max_mod
         (SchedulerConfig(max_num_batched_tokens=100), 256, [16, 24, 32, 48, 64, 96, 100]),
         (SchedulerConfig(max_num_batched_tokens=100, max_num_seqs=2), 21, [16, 24, 32, 40]),
         (SchedulerConfig(max_num_batched_tokens=1), 256, [1]),
+        (SchedulerConfig(max_num_batched_tokens=20, max_num_seqs=1), 256, [16, 20]),
         (SchedulerConfig(max_num_seqs=3), 2, [3]),
     ],
 )
@@ -227,11 +228,11 @@ def test_a_gpu_runs_steps_of_many_sizes_first(
 ) -> None:
     """All of which a runner can take."""
     config = replace(engine_config(folder, num_blocks=16), scheduler=scheduler, max_model_len=max_model_len)
-    made = runner(config)
+    made = runner(replace(config, async_scheduling=True))
     batches = list(warm_up_batches(scheduler, max_model_len=max_model_len, block_size=16, on_gpu=True))
     steps = [batch.num_tokens for batch in batches]
     assert steps[-len(expected) :] == expected
-    assert max(len(batch.sequences) for batch in batches) <= max(scheduler.max_num_seqs, 2)
+    assert max(len(batch.sequences) for batch in batches) <= scheduler.max_num_seqs
     for batch in batches:
         assert len(made.run(batch).take()) == len(batch.sequences)
 
