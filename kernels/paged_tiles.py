@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+# Every tile of keys is a multiple of it.
+MAX_BLOCK_SIZE = 32
+
 
 class Tiles(NamedTuple):
     """Keys a tile (a multiple of the block size), warps a program, and tiles of K and V in flight plus one."""
@@ -18,6 +21,11 @@ class Tiles(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+
+
+def can_tile(block_size: int) -> bool:
+    """Whether whole blocks of so many tokens fill every tile of keys."""
+    return block_size >= 1 and MAX_BLOCK_SIZE % block_size == 0
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -9,6 +9,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+# Queries a tile of `paged_attention_chunk`.
+QUERY_TILE = 64
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last axis (Zhang and Sennrich 2019)."""
@@ -119,17 +122,16 @@ def paged_attention_chunk(
     tiles: torch.Tensor,
     scale: float,
     *,
-    query_tile: int = 128,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last queries of each sequence, `[T, H, D]` packed at `query_starts` `[S + 1]`, attend to what precedes them.
 
     Query i of n, in a context of c tokens, sees the first c - n + i + 1. `tiles` `[N, 2]` (sequence, first query in it)
-    cover all queries, `query_tile` each. The result goes to `out` where that is given.
+    cover all queries, `QUERY_TILE` each. The result goes to `out` where that is given.
     """
     out, starts = torch.empty_like(q) if out is None else out, query_starts.tolist()
     lengths = [stop - start for start, stop in pairwise(starts)]
-    expected = {(i, first) for i, length in enumerate(lengths) for first in range(0, length, query_tile)}
+    expected = {(i, first) for i, length in enumerate(lengths) for first in range(0, length, QUERY_TILE)}
     assert {(i, first) for i, first in tiles.tolist()} == expected, "the tiles do not cover the queries"
     for i, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])

@@ -9,9 +9,11 @@ import torch
 
 from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
+from mmserve.errors import SetupError
 from mmserve.kernels.kv_store import rotate_and_store
-from mmserve.kernels.paged_chunk import paged_attention_chunk, query_tile, query_tiles
+from mmserve.kernels.paged_chunk import paged_attention_chunk, query_tiles
 from mmserve.kernels.paged_decode import paged_attention_decode
+from mmserve.kernels.paged_tiles import MAX_BLOCK_SIZE, can_tile
 from mmserve.kernels.transfer import to_device
 
 IntArray = npt.NDArray[np.int32]
@@ -41,7 +43,6 @@ class ChunkTables:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     tiles: torch.Tensor
-    query_tile: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,13 @@ class TritonAttention:
     """Decoding sequences and chunks take one kernel each."""
 
     def __init__(self, *, head_dim: int, block_size: int, device: torch.device) -> None:
+        """Raises `SetupError` for blocks that the kernels cannot take."""
+        if not can_tile(block_size):
+            raise SetupError(
+                "model_unavailable",
+                f"--block-size {block_size} cannot be used on a GPU: take a power of two from 1 to {MAX_BLOCK_SIZE}",
+                param="block-size",
+            )
         self._scale = head_dim**-0.5
         self._block_size = block_size
         self._device = device
@@ -113,7 +121,6 @@ class TritonAttention:
             tables.context_lens,
             tables.tiles,
             self._scale,
-            query_tile=tables.query_tile,
             out=out,
         )
 
@@ -130,13 +137,11 @@ class TritonAttention:
 
     def _chunks(self, batch: AttentionBatch, num_decodes: int) -> ChunkTables:
         query_lens = batch.query_lens[num_decodes:]
-        size = query_tile(query_lens)
         return ChunkTables(
             self._tensor(padded_tables(batch.block_tables[num_decodes:])),
             self._tensor(np.cumsum([0, *query_lens], dtype=np.int32)),
             self._tensor(np.array(batch.context_lens[num_decodes:], dtype=np.int32)),
-            self._tensor(query_tiles(query_lens, size)),
-            size,
+            self._tensor(query_tiles(query_lens)),
         )
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +15,20 @@ from mmserve.engine.client import EngineClient
 from mmserve.errors import EngineError
 from mmserve.request import SamplingParams
 
-# Shares no token with the prompts of any workload, so that it cannot warm the prefix cache for them.
-WARM_UP_PROMPT = text_prompts(1, 32, seed=99)[0]
+
+def warm_up_prompt(length: int) -> Prompt:
+    """Begins with no token of a workload's prompts, so that it cannot warm the prefix cache for them."""
+    return text_prompts(1, length, seed=99)[0]
+
+
+WARM_UP_PROMPT = warm_up_prompt(32)
+
+
+class Round(NamedTuple):
+    """`first` is what the engine was asked before everything else; `records` are in the order of the prompts."""
+
+    first: RequestRecord
+    records: list[RequestRecord]
 
 
 def measure_engine(config: EngineConfig, workload: Workload, *, excluded_pids: Collection[int] = ()) -> Measurement:
@@ -31,7 +44,7 @@ def measure_engine(config: EngineConfig, workload: Workload, *, excluded_pids: C
             start_seconds = time.perf_counter() - started
             info = client.engine_info
             assert info is not None
-            records = asyncio.run(run_workload(client, workload))
+            first, records = asyncio.run(run_workload(client, workload))
         finally:
             client.close()
     return Measurement(
@@ -42,12 +55,14 @@ def measure_engine(config: EngineConfig, workload: Workload, *, excluded_pids: C
         threads=config.num_threads or torch.get_num_threads(),
         start_seconds=start_seconds,
         model=client.model_config,
+        first=first if workload.width == 1 else None,
     )
 
 
-async def run_workload(client: EngineClient, workload: Workload) -> list[RequestRecord]:
-    """One record a request, in the order of the prompts."""
-    await _run_request(client, WARM_UP_PROMPT, 4)
+async def run_workload(client: EngineClient, workload: Workload) -> Round:
+    """Where requests come one at a time the first of all is as long as they are, to be compared with them."""
+    prompt = warm_up_prompt(len(workload.prompts[0])) if workload.width == 1 else WARM_UP_PROMPT
+    first = await _run_request(client, prompt, 4)
     if workload.warm_prefix:
         await _run_request(client, workload.warm_prefix, 1)
     free_places = asyncio.Semaphore(workload.width)
@@ -56,7 +71,7 @@ async def run_workload(client: EngineClient, workload: Workload) -> list[Request
         async with free_places:
             return await _run_request(client, prompt, workload.max_tokens)
 
-    return await asyncio.gather(*(run_in_turn(prompt) for prompt in workload.prompts))
+    return Round(first, await asyncio.gather(*(run_in_turn(prompt) for prompt in workload.prompts)))
 
 
 async def _run_request(client: EngineClient, prompt: Prompt, max_tokens: int) -> RequestRecord:

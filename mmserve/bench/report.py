@@ -43,7 +43,8 @@ class RequestRecord:
 class Measurement:
     """One round of one engine. `seconds` go from the first request offered to the last token.
 
-    `start_seconds` go from the engine's start until it was ready; None where that was not measured.
+    `start_seconds` go from the engine's start until it was ready; None where that was not measured. `first` is the
+    request that came before all `records`, if it can be compared with them.
     """
 
     records: Sequence[RequestRecord]
@@ -53,6 +54,7 @@ class Measurement:
     threads: int
     start_seconds: float | None = None
     model: ModelConfig | None = None
+    first: RequestRecord | None = None
 
     @property
     def seconds(self) -> float:
@@ -80,7 +82,11 @@ def speed_report(records: Sequence[RequestRecord]) -> Report:
 
 def make_report(measurement: Measurement, *, workload: str, model: str) -> Report:
     """The figures of one round, ready for JSON."""
-    start = {} if measurement.start_seconds is None else {"start_seconds": round(measurement.start_seconds, 3)}
+    start: Report = {}
+    if measurement.first is not None:
+        start["first_request_ttft_ms"] = round(measurement.first.time_to_first_token * 1000, 3)
+    if measurement.start_seconds is not None:
+        start["start_seconds"] = round(measurement.start_seconds, 3)
     return {
         **speed_report(measurement.records),
         "peak_memory_bytes": measurement.peak_memory_bytes,

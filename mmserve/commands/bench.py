@@ -59,10 +59,11 @@ def throughput(
     """Offer many requests at once; print speed, latencies and memory.
 
     Every prompt has random ids from a fixed seed; answers are greedy and of a fixed length. Latencies are in
-    milliseconds: ttft to the first token, tpot between later ones. Memory is the most seen over all processes of
-    mmserve. With --baseline, the ratio of the output tokens per second of both is printed too: on a machine that others
-    use as well, only rounds side by side can be compared. limit_seconds is what the device needs at least, computed
-    from operations and bytes at its ceilings.
+    milliseconds: ttft to the first token, tpot between later ones. Where prompts come one after the other,
+    first_request_ttft_ms is that of a request of the same length right after the start, which counts in no other
+    figure. Memory is the most seen over all processes of mmserve. With --baseline, the ratio of the output tokens per
+    second of both is printed too: on a machine that others use as well, only rounds side by side can be compared.
+    limit_seconds is what the device needs at least, computed from operations and bytes at its ceilings.
 
     \b
     Examples:

@@ -178,7 +178,7 @@ class ModelRunner:
             return 0
         scheduler = self._config.scheduler
         length = min(scheduler.max_num_batched_tokens, max_model_len - 1)
-        num_sequences = max(scheduler.max_num_batched_tokens // length, 1)
+        num_sequences = min(scheduler.max_num_batched_tokens // length, scheduler.max_num_seqs)
         num_blocks = -(-length // self.block_size)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)

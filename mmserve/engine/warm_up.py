@@ -12,6 +12,8 @@ RANDOM = SamplingParams(top_p=0.9)
 # are few or many, with and without a prefix that all of them share.
 _CHUNK_LENGTHS = (16, 256)
 _CONTEXT_LENGTHS = (100, 300)
+# A matrix product of another number of rows may take a kernel that first has to be loaded (200 ms, cuBLAS on an H200).
+_FEWEST_ROWS = 16
 
 Span = tuple[int, int]
 
@@ -28,10 +30,22 @@ def warm_up_batches(
         return
     chunks = [(0, min(length, longest)) for length in _CHUNK_LENGTHS]
     yield from (_batch([chunk], block_size, RANDOM) for chunk in chunks)
-    most = max(scheduler.max_num_seqs - 1, 1)
+    most = scheduler.max_num_seqs - 1
     for context_len in (min(length, longest) for length in _CONTEXT_LENGTHS):
-        for num_decodes in {1, min(4, most), most}:
+        for num_decodes in sorted({min(count, most) for count in (1, 4, most)} - {0}):
             yield _batch([(context_len - 1, context_len)] * num_decodes + chunks[:1], block_size)
+    for num_rows in _row_counts(min(scheduler.max_num_batched_tokens, longest * scheduler.max_num_seqs)):
+        whole, rest = divmod(num_rows, longest)
+        yield _batch([(0, longest)] * whole + [(0, rest)] * (rest > 0), block_size)
+
+
+def _row_counts(most: int) -> list[int]:
+    """16, 24, 32, 48 and so on below `most`, and `most`."""
+    counts, count = [], _FEWEST_ROWS
+    while count < most:
+        counts += [count, count * 3 // 2]
+        count *= 2
+    return [*(count for count in counts if count < most), most]
 
 
 def _batch(spans: list[Span], block_size: int, params: SamplingParams = GREEDY) -> ScheduledBatch:

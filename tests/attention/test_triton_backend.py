@@ -7,6 +7,10 @@ from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.attention.torch_backend import TorchAttention
 from mmserve.attention.triton_backend import TritonAttention, num_shared_blocks, padded_tables
+from mmserve.errors import SetupError
+from mmserve.kernels.paged_chunk import CHUNK_TILES
+from mmserve.kernels.paged_decode import DECODE_TILES, SHARED_TILES
+from mmserve.kernels.paged_tiles import MAX_BLOCK_SIZE
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 64
 CPU = torch.device("cpu")
@@ -55,6 +59,20 @@ def test_both_backends_agree(step: AttentionBatch, has_norms: bool) -> None:
     layer = AttentionLayer(1, HEADS, norms[0], norms[1], 1e-6)
     expected, out = (attend(backend, step, layer) for backend in backends())
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_size", [3, 12, 24, 48, 64])
+def test_blocks_that_do_not_fill_a_tile_are_refused(block_size: int) -> None:
+    with pytest.raises(SetupError, match=f"--block-size {block_size} .* power of two from 1 to 32") as caught:
+        TritonAttention(head_dim=HEAD_DIM, block_size=block_size, device=CPU)
+    assert caught.value.code == "model_unavailable"
+
+
+def test_blocks_that_are_taken_fill_every_tile() -> None:
+    tiles = (*CHUNK_TILES.values(), *DECODE_TILES.values(), *SHARED_TILES.values())
+    for block_size in (1, 2, 4, 8, 16, MAX_BLOCK_SIZE):
+        TritonAttention(head_dim=HEAD_DIM, block_size=block_size, device=CPU)
+        assert all(each.block_n % block_size == 0 for each in tiles)
 
 
 def test_blocks_are_shared_up_to_where_the_first_sequence_leaves_or_ends() -> None:

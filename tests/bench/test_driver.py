@@ -65,7 +65,7 @@ class ScriptedClient:
 
 
 def run(client: ScriptedClient, workload: Workload) -> Any:
-    return asyncio.run(run_workload(cast(EngineClient, client), workload))
+    return asyncio.run(run_workload(cast(EngineClient, client), workload)).records
 
 
 def test_all_requests_are_offered_at_once_after_a_warm_up() -> None:
@@ -91,6 +91,16 @@ def test_concurrency_bounds_what_runs_at_once() -> None:
     records = run(client, Workload("W", PROMPTS, max_tokens=4, concurrency=1))
     assert client.most_running == 1
     assert records[1].offered >= records[0].last_token
+
+
+def test_one_at_a_time_the_first_of_all_is_as_long_as_the_others() -> None:
+    client = ScriptedClient()
+    alone = Workload("W", (tuple(range(50)), (5,)), max_tokens=4, concurrency=1)
+    first, records = asyncio.run(run_workload(cast(EngineClient, client), alone))
+    assert [len(prompt) for prompt, _ in client.calls] == [50, 50, 1]
+    assert client.calls[0][0][:32] == WARM_UP_PROMPT
+    assert first.num_prompt_tokens == 50
+    assert first.last_token <= records[0].offered
 
 
 def test_a_prefix_is_warmed_before_the_first_request() -> None:
@@ -132,6 +142,15 @@ def test_a_round_starts_an_engine_and_closes_it(monkeypatch: pytest.MonkeyPatch)
     assert measured.start_seconds is not None
     assert 0 <= measured.start_seconds < 5
     assert measured.model == client.model_config
+    assert measured.first is None
+
+
+def test_the_first_request_is_measured_where_it_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "EngineClient", Starter(ScriptedClient()))
+    measured = measure_engine(EngineConfig(model="m"), Workload("W", PROMPTS, max_tokens=4, concurrency=1))
+    assert measured.first is not None
+    assert measured.first.num_prompt_tokens == 3
+    assert len(measured.records) == 3
 
 
 def test_an_engine_that_fails_is_closed_and_its_error_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,14 @@ def test_the_start_is_told_where_it_was_measured() -> None:
     assert make_report(measured, workload="C1", model="m")["start_seconds"] == 1.235
 
 
+def test_the_first_request_counts_in_no_other_figure() -> None:
+    first, record = (RequestRecord(0.0, t, 9.0, num_prompt_tokens=7, num_output_tokens=2) for t in (2.5, 0.5))
+    report = make_report(dataclasses.replace(measurement(record), first=first), workload="T1-single", model="m")
+    assert report["first_request_ttft_ms"] == 2500
+    assert report["ttft_ms"]["p50"] == 500
+    assert "first_request_ttft_ms" not in make_report(measurement(record), workload="T1", model="m")
+
+
 def test_an_answer_of_one_token_has_no_gaps() -> None:
     assert RequestRecord(0.0, 1.0, 1.0, num_prompt_tokens=5, num_output_tokens=1).time_per_output_token == 0.0
 

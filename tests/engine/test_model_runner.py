@@ -13,11 +13,12 @@ from reference_models import save_reference_model
 
 from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
-from mmserve.config import GIB, CacheConfig, EngineConfig, ModelConfig
+from mmserve.config import GIB, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine import model_runner
 from mmserve.engine.memory import cache_bytes
 from mmserve.engine.model_runner import ModelRunner
 from mmserve.engine.scheduler import ScheduledBatch, advance
+from mmserve.engine.warm_up import warm_up_batches
 from mmserve.errors import SetupError
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.weights.checkpoint import open_checkpoint
@@ -210,6 +211,30 @@ def test_warming_up_the_smallest_contexts(folder: Path, block_size: int, max_mod
     made = runner(config)
     made.warm_up()
     assert bool(made.kv_cache.layers[0][0].any()), "block 0 was written"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "max_model_len", "expected"),
+    [
+        (SchedulerConfig(max_num_batched_tokens=100), 256, [16, 24, 32, 48, 64, 96, 100]),
+        (SchedulerConfig(max_num_batched_tokens=100, max_num_seqs=2), 21, [16, 24, 32, 40]),
+        (SchedulerConfig(max_num_batched_tokens=1), 256, [1]),
+        (SchedulerConfig(max_num_batched_tokens=20, max_num_seqs=1), 256, [16, 20]),
+        (SchedulerConfig(max_num_seqs=3), 2, [3]),
+    ],
+)
+def test_a_gpu_runs_steps_of_many_sizes_first(
+    folder: Path, scheduler: SchedulerConfig, max_model_len: int, expected: list[int]
+) -> None:
+    """All of which a runner can take."""
+    config = replace(engine_config(folder, num_blocks=16), scheduler=scheduler, max_model_len=max_model_len)
+    made = runner(replace(config, async_scheduling=True))
+    batches = list(warm_up_batches(scheduler, max_model_len=max_model_len, block_size=16, on_gpu=True))
+    steps = [batch.num_tokens for batch in batches]
+    assert steps[-len(expected) :] == expected
+    assert max(len(batch.sequences) for batch in batches) <= scheduler.max_num_seqs
+    for batch in batches:
+        assert len(made.run(batch).take()) == len(batch.sequences)
 
 
 def test_threads_as_asked(folder: Path) -> None:

@@ -56,6 +56,12 @@ def test_twin(group: int) -> None:
     assert relative_error(out, torch.stack([each.double() for each in expected])) < 1e-5
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8])
+def test_small_blocks(block_size: int) -> None:
+    case = paged_case([1, 70, 33], head_dim=8, block_size=block_size)
+    assert error_of_kernel(case, group=2) < 1e-4
+
+
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
 def test_head_sizes(head_dim: int, block_size: int) -> None:
