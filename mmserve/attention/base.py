@@ -54,5 +54,5 @@ class AttentionBackend(Protocol):
     def forward(self, qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext) -> torch.Tensor:
         """Queries, keys and values `[T, H + 2 * KV, D]` -> `[T, H, D]`.
 
-        Norms and rotates q and k, stores k and v at the step's slots, and attends.
+        Norms and rotates q and k, maybe in place, stores k and v at the step's slots, and attends.
         """

@@ -1,8 +1,9 @@
-"""Attention through block tables with PyTorch's own products. The backend of the CPU; runs on any device."""
+"""Attention through block tables with PyTorch's own products. The backend of the CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mmserve.attention.base import AttentionBatch, AttentionLayer
@@ -12,10 +13,11 @@ from mmserve.kernels.cpu import (
     gather_rows,
     paged_attention_chunk,
     paged_attention_decode,
+    rotate_,
     store_kv,
     store_rows,
 )
-from mmserve.kernels.reference import apply_rotary, rms_norm
+from mmserve.kernels.reference import rms_norm
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,17 @@ class TorchAttentionMetadata:
 class TorchAttention:
     """Decoding sequences are gathered in padded groups, chunks run one by one."""
 
-    def __init__(
-        self, *, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, *, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
         self._num_kv_heads = num_kv_heads
         self._scale = head_dim**-0.5
         self._block_size = block_size
         self._dtype = dtype
-        self._device = device
 
     def prepare(self, batch: AttentionBatch) -> TorchAttentionMetadata:
         num_decodes = sum(1 for length in batch.query_lens if length == 1)
         assert all(length == 1 for length in batch.query_lens[:num_decodes]), "single queries come first"
-        slot_mapping = torch.from_numpy(batch.slots(self._block_size)).to(self._device)
         return TorchAttentionMetadata(
-            store_rows(slot_mapping, self._num_kv_heads, self._block_size),
+            store_rows(batch.slots(self._block_size), self._num_kv_heads, self._block_size),
             self._groups(batch, num_decodes),
             self._chunks(batch, num_decodes),
         )
@@ -71,14 +69,18 @@ class TorchAttention:
         metadata = context.attention
         assert isinstance(metadata, TorchAttentionMetadata)
         kv_cache = context.kv_caches[layer.index]
-        q, k, v = _rotated(qkv, self._num_kv_heads, layer, context)
-        store_kv(k, v, kv_cache, metadata.stored_rows)
+        num_heads, num_rotated = layer.num_heads, layer.num_heads + self._num_kv_heads
+        _norm_heads(qkv, num_rotated, layer)
+        rotate_(qkv[:, :num_rotated], context.cos, context.sin)
+        store_kv(qkv[:, num_heads:], kv_cache, metadata.stored_rows)
+        q = qkv[:, :num_heads]
         if len(metadata.groups) == 1 and not metadata.chunks:
             group = metadata.groups[0]
             return paged_attention_decode(q, kv_cache, group.kv_rows, group.mask, self._scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in metadata.groups:
             out[group.rows] = paged_attention_decode(q[group.rows], kv_cache, group.kv_rows, group.mask, self._scale)
+        k, v = qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
         for chunk in metadata.chunks:
             out[chunk.rows] = self._attend_chunk(q[chunk.rows], k[chunk.rows], v[chunk.rows], kv_cache, chunk)
         return out
@@ -104,13 +106,11 @@ class TorchAttention:
 
     def _group(self, batch: AttentionBatch, start: int, stop: int) -> DecodeGroup:
         context_lens, tables = batch.context_lens[start:stop], batch.block_tables[start:stop]
-        num_blocks = max(self._num_blocks(length) for length in context_lens)
-        block_ids = self._tensor([block for table in tables for block in _padded(table, num_blocks)])
-        key_positions = torch.arange(num_blocks * self._block_size, device=self._device)
-        hidden = key_positions >= self._tensor(context_lens)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, -torch.inf)
-        kv_rows = gather_rows(block_ids.view(len(tables), -1), self._num_kv_heads)
-        return DecodeGroup(slice(start, stop), kv_rows, mask[:, None, None])
+        num_blocks = max(map(self._num_blocks, context_lens))
+        block_ids = np.array([_padded(table, num_blocks) for table in tables])
+        hidden = np.arange(num_blocks * self._block_size) >= np.array(context_lens)[:, None]
+        mask = torch.from_numpy(np.where(hidden, -np.inf, 0.0)).to(self._dtype)
+        return DecodeGroup(slice(start, stop), gather_rows(block_ids, self._num_kv_heads), mask[:, None, None])
 
     def _chunks(self, batch: AttentionBatch, num_decodes: int) -> tuple[Chunk, ...]:
         chunks, row = [], num_decodes
@@ -118,8 +118,8 @@ class TorchAttention:
             query_len, context_len = batch.query_lens[i], batch.context_lens[i]
             kv_rows = None
             if query_len < context_len:
-                block_ids = self._tensor(batch.block_tables[i][: self._num_blocks(context_len)])
-                kv_rows = gather_rows(block_ids[None], self._num_kv_heads)
+                block_ids = np.array([batch.block_tables[i][: self._num_blocks(context_len)]])
+                kv_rows = gather_rows(block_ids, self._num_kv_heads)
             chunks.append(Chunk(slice(row, row + query_len), context_len, kv_rows))
             row += query_len
         return tuple(chunks)
@@ -127,22 +127,13 @@ class TorchAttention:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-
-def _rotated(
-    qkv: torch.Tensor, num_kv_heads: int, layer: AttentionLayer, context: ForwardContext
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q and k, normed and rotated, and v."""
-    num_heads, num_rotated = layer.num_heads, layer.num_heads + num_kv_heads
-    qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+def _norm_heads(qkv: torch.Tensor, num_rotated: int, layer: AttentionLayer) -> None:
+    """Norm the heads of q and k in place, where the layer has weights for it."""
     if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(qk[:, :num_heads], layer.q_norm, layer.norm_eps)
-        k = rms_norm(qk[:, num_heads:], layer.k_norm, layer.norm_eps)
-        qk = torch.cat((q, k), dim=1)
-    qk = apply_rotary(qk, context.cos, context.sin)
-    return qk[:, :num_heads], qk[:, num_heads:], v
+        q, k = qkv[:, : layer.num_heads], qkv[:, layer.num_heads : num_rotated]
+        q.copy_(rms_norm(q, layer.q_norm, layer.norm_eps))
+        k.copy_(rms_norm(k, layer.k_norm, layer.norm_eps))
 
 
 def _padded(table: Sequence[int], num_blocks: int) -> list[int]:

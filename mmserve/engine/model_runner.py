@@ -24,8 +24,8 @@ from mmserve.layers.rotary import RotaryTable
 from mmserve.models.registry import model_class
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.vision.pixel_loader import PixelLoader
-from mmserve.vision.process_memory import keep_freed_memory
 from mmserve.vision.preprocess import load_processor
+from mmserve.vision.process_memory import keep_freed_memory
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
@@ -213,7 +213,6 @@ class ModelRunner:
             head_dim=config.head_dim,
             block_size=self.block_size,
             dtype=self.dtype,
-            device=self.device,
         )
 
     def _rotary_table(self, max_positions: int) -> RotaryTable | MultiAxisRotaryTable:

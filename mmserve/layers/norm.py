@@ -14,10 +14,11 @@ class RMSNorm:
         self._eps = eps
         self._doubled_weight = torch.cat((weight, weight))
         self._signs = weight.new_tensor([[1.0], [-1.0]])
+        self._on_cpu = weight.device.type == "cpu"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x `[..., size of the weight]`."""
-        if x.ndim == 2 and x.shape[0] == 1 and x.device.type == "cpu":
+        if self._on_cpu and x.ndim == 2 and x.shape[0] == 1:
             return self._norm_one_row(x * self._signs)
         return self._kernels.rms_norm(x, self._weight, self._eps)
 
@@ -26,7 +27,7 @@ class RMSNorm:
 
         On a CPU the sum of a single row is followed by its negative.
         """
-        if x.device.type != "cpu":
+        if not self._on_cpu:
             return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
         if x.shape[0] == 1:
             both = residual if residual.shape[0] == 2 else residual * self._signs

@@ -15,9 +15,7 @@ CPU = torch.device("cpu")
 
 
 def backend() -> TorchAttention:
-    return TorchAttention(
-        num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
-    )
+    return TorchAttention(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype=torch.float32)
 
 
 def decode_batch(context_lens: list[int]) -> AttentionBatch:

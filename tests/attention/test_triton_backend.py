@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def backends() -> tuple[TorchAttention, TritonAttention]:
-    shape = {"head_dim": HEAD_DIM, "block_size": BLOCK_SIZE, "device": CPU}
-    return TorchAttention(num_kv_heads=KV_HEADS, dtype=torch.float32, **shape), TritonAttention(**shape)  # type: ignore[arg-type]
+    ours = TorchAttention(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype=torch.float32)
+    return ours, TritonAttention(head_dim=HEAD_DIM, block_size=BLOCK_SIZE, device=CPU)
 
 
 def batch(*shapes: tuple[int, int], num_shared: int = 0) -> AttentionBatch:

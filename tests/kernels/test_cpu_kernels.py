@@ -3,15 +3,18 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from mmserve.kernels.cpu import (
+    IntArray,
     causal_attention,
     gather_kv,
     gather_rows,
     paged_attention_chunk,
     paged_attention_decode,
+    rotate_,
     store_kv,
     store_rows,
 )
@@ -46,11 +49,11 @@ class PagedSequences:
         self.k = [torch.randn(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
         self.v = [torch.randn(length, kv_heads, head_dim, dtype=dtype) for length in lengths]
         for table, k, v in zip(self.tables, self.k, self.v, strict=True):
-            store_kv(k, v, self.cache, store_rows(slots(table, len(k)), kv_heads, BLOCK_SIZE))
+            store_kv(torch.cat((k, v), dim=1), self.cache, store_rows(slots(table, len(k)), kv_heads, BLOCK_SIZE))
 
 
-def slots(table: list[int], length: int) -> torch.Tensor:
-    return torch.tensor([table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)])
+def slots(table: list[int], length: int) -> IntArray:
+    return np.array([table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(length)])
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -86,6 +89,15 @@ def test_apply_rotary_turns_pairs_of_half_and_half(dtype: torch.dtype, tolerance
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_in_place_is_the_same_rotation(dtype: torch.dtype) -> None:
+    x, (cos, sin) = torch.randn(5, 7, 8, dtype=dtype), torch.randn(2, 5, 1, 8, dtype=dtype)
+    expected, rest = apply_rotary(x[:, 1:4], cos, sin), x[:, 4:].clone()
+    rotate_(x[:, 1:4], cos, sin)
+    assert torch.equal(x[:, 1:4], expected)
+    assert torch.equal(x[:, 4:], rest)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 def test_silu_and_mul(dtype: torch.dtype, tolerance: float) -> None:
     x = 3 * torch.randn(6, 20, dtype=dtype)
@@ -98,8 +110,8 @@ def test_store_kv_writes_its_slots_and_no_others() -> None:
     cache = torch.zeros(5, 2, 3, BLOCK_SIZE, 8)
     k, v = torch.randn(4, 3, 8), torch.randn(4, 3, 8)
     places = [(4, 3), (0, 0), (2, 1), (2, 2)]
-    slot_mapping = torch.tensor([block * BLOCK_SIZE + offset for block, offset in places])
-    store_kv(k, v, cache, store_rows(slot_mapping, 3, BLOCK_SIZE))
+    slot_mapping = np.array([block * BLOCK_SIZE + offset for block, offset in places])
+    store_kv(torch.cat((k, v), dim=1), cache, store_rows(slot_mapping, 3, BLOCK_SIZE))
     expected = torch.zeros_like(cache)
     for i, (block, offset) in enumerate(places):
         expected[block, 0, :, offset], expected[block, 1, :, offset] = k[i], v[i]
@@ -108,7 +120,7 @@ def test_store_kv_writes_its_slots_and_no_others() -> None:
 
 def test_gather_kv_reads_blocks_in_table_order() -> None:
     paged = PagedSequences([8, 8], 3, 5, torch.float32)
-    k, v = gather_kv(paged.cache, gather_rows(torch.tensor(paged.tables), 3))
+    k, v = gather_kv(paged.cache, gather_rows(np.array(paged.tables), 3))
     assert k.shape == v.shape == (2 * 3, 8, 5)
     for i in range(2):
         assert torch.equal(k[3 * i : 3 * i + 3].transpose(0, 1), paged.k[i])
@@ -125,7 +137,7 @@ def test_decode(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int,
     padded = [table + [table[0]] * (num_blocks - len(table)) for table in paged.tables]
     visible = torch.arange(num_blocks * BLOCK_SIZE) < torch.tensor(lengths)[:, None]
     mask = additive(visible, dtype)[:, None, None]
-    out = paged_attention_decode(q, paged.cache, gather_rows(torch.tensor(padded), kv_heads), mask, 16**-0.5)
+    out = paged_attention_decode(q, paged.cache, gather_rows(np.array(padded), kv_heads), mask, 16**-0.5)
     reference = torch.stack([naive_attention(*each) for each in zip(q, paged.k, paged.v, strict=True)])
     assert relative_error(out, reference) < tolerance
 
@@ -137,7 +149,7 @@ def test_chunk(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, 
     paged = PagedSequences([context, 6], kv_heads, 16, dtype)
     q = torch.randn(num_queries, heads, 16, dtype=dtype)
     first = context - num_queries
-    rows = gather_rows(torch.tensor(paged.tables[:1]), kv_heads)
+    rows = gather_rows(np.array(paged.tables[:1]), kv_heads)
     out = paged_attention_chunk(q, paged.cache, rows, context, 16**-0.5)
     k, v = paged.k[0], paged.v[0]
     reference = torch.stack([naive_attention(q[i], k[: first + i + 1], v[: first + i + 1]) for i in range(num_queries)])

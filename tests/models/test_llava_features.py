@@ -33,7 +33,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def attention(config: ModelConfig) -> TorchAttention:
     return TorchAttention(
-        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, block_size=16, dtype=torch.float32, device=CPU
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, block_size=16, dtype=torch.float32
     )
 
 
