@@ -87,3 +87,5 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert pool.num_referenced == len(owners)
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
     scheduler.images.check_invariants(scheduler.running)
+    running, waiting = ([sequence.request_id for sequence in each] for each in (scheduler.running, scheduler.waiting))
+    scheduler.in_progress.check_invariants(running, waiting)

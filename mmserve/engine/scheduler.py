@@ -11,6 +11,7 @@ from mmserve.cache.prefix_cache import PrefixCache, block_hash
 from mmserve.config import CacheConfig, SchedulerConfig
 from mmserve.engine.image_planner import ImagePlanner
 from mmserve.engine.messages import EngineStats, TokenOutput
+from mmserve.engine.prefix_waiting import BlocksInProgress
 from mmserve.errors import EngineError, RequestError
 from mmserve.request import FinishReason, ImageSpan, SampledToken, Sequence, SequenceStatus
 
@@ -72,6 +73,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.in_progress = BlocksInProgress()
         self.images = ImagePlanner(
             encoder_cache or EncoderCache(config.encoder_cache_tokens), config.max_encoder_tokens
         )
@@ -212,19 +214,46 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _admit_next(self) -> bool:
-        """Move the first waiting sequence to the running ones, with its cached prefix, if seats and blocks suffice."""
-        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+        """Move a waiting sequence to the running ones, with its cached prefix, if seats and blocks suffice.
+
+        It is the first of those that need not wait for a prefix that a running one is computing.
+        """
+        if len(self.running) >= self.config.max_num_seqs:
             return False
-        sequence = self.waiting[0]
-        self._take_cached_prefix(sequence)
+        for sequence in self.waiting:
+            if self.in_progress.is_waiting(sequence.request_id):
+                continue
+            self._take_cached_prefix(sequence)
+            awaited = self._awaited_block(sequence)
+            if awaited is None:
+                return self._admit(sequence)
+            self._release_blocks(sequence)
+            self.in_progress.wait(sequence.request_id, awaited)
+        return False
+
+    def _admit(self, sequence: Sequence) -> bool:
         if not self._fits(sequence, sequence.num_tokens - sequence.num_computed_tokens):
             self._release_blocks(sequence)
             return False
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.status = SequenceStatus.RUNNING
+        if self.prefix_cache is not None:
+            missing = range(len(sequence.block_ids), len(sequence.prompt_token_ids) // self.block_size)
+            self.in_progress.start(sequence.request_id, [self._block_content(sequence, i)[0] for i in missing])
         self._count_admission(sequence)
         return True
+
+    def _awaited_block(self, sequence: Sequence) -> bytes | None:
+        """The last of the blocks, next after the cached ones, that a running sequence is computing as well."""
+        awaited = None
+        if self.prefix_cache is not None:
+            for i_block in range(len(sequence.block_ids), (sequence.num_tokens - 1) // self.block_size):
+                content_hash = self._block_content(sequence, i_block)[0]
+                if content_hash not in self.in_progress:
+                    break
+                awaited = content_hash
+        return awaited
 
     def _count_admission(self, sequence: Sequence) -> None:
         """Bookkeeping of a first admission; one after preemption counts neither as waiting nor as a cache query."""
@@ -261,6 +290,7 @@ class Scheduler:
             block_id = sequence.block_ids[i_block]
             if self.prefix_cache.publish(content_hash, parent_hash, token_ids, block_id):
                 self.pool.mark_cached(block_id)
+            self.in_progress.finish(content_hash)
             sequence.num_published_blocks = i_block + 1
 
     def _block_content(self, sequence: Sequence, i_block: int) -> tuple[bytes, bytes, list[int]]:
@@ -308,6 +338,7 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self.images.release_all(sequence)
+        self.in_progress.give_up(sequence.request_id, sequence.block_hashes[sequence.num_published_blocks :])
         self.pool.free(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = 0

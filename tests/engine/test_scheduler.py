@@ -268,3 +268,50 @@ def test_time_in_the_queue_is_until_the_first_admission() -> None:
     driver.run()
     assert driver.scheduler.num_preemptions == 1
     assert driver.outputs["new"].queue_seconds == 3.0
+
+
+# Sequences that begin alike
+
+
+def test_who_begins_like_a_running_prompt_waits_for_it_and_shares_it() -> None:
+    driver = SchedulerDriver(block_size=4)
+    for name in "abc":
+        driver.add(name, [1] * 9 + [2], max_tokens=2)
+    assert driver.step() == {"a": 10}
+    assert driver.step() == {"a": 1, "b": 2, "c": 2}
+    assert driver.answers["a"] == driver.answers["b"] + driver.answers["a"][1:]
+    driver.run()
+    assert driver.answers["a"] == driver.answers["b"] == driver.answers["c"]
+    driver.assert_nothing_is_owned()
+
+
+def test_only_what_is_common_is_waited_for() -> None:
+    driver = SchedulerDriver(block_size=4, max_num_batched_tokens=8)
+    driver.add("long", [1] * 24, max_tokens=1)
+    driver.add("short", [1] * 4 + [2] * 4, max_tokens=1)
+    driver.add("other", [3] * 4, max_tokens=1)
+    assert driver.step() == {"long": 8}
+    assert driver.step() == {"long": 8}
+    assert driver.step() == {"long": 8}
+    assert driver.step() == {"short": 4, "other": 4}
+
+
+def test_who_waits_for_a_prefix_lets_others_pass() -> None:
+    driver = SchedulerDriver(block_size=4)
+    driver.add("first", [1] * 8, max_tokens=3)
+    driver.add("alike", [1] * 8 + [2], max_tokens=1)
+    driver.add("other", [3] * 8, max_tokens=1)
+    assert driver.step() == {"first": 8, "other": 8}
+    assert driver.step() == {"first": 1, "alike": 1}
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_who_waits_goes_on_when_the_other_is_gone(prefix_caching: bool) -> None:
+    driver = SchedulerDriver(block_size=4, max_num_batched_tokens=6, prefix_caching=prefix_caching)
+    driver.add("first", [1] * 16, max_tokens=1)
+    driver.add("alike", [1] * 16, max_tokens=1)
+    driver.step()
+    driver.scheduler.abort("first")
+    assert driver.step() == {"alike": 6}
+    driver.run()
+    driver.assert_nothing_is_owned()
