@@ -160,10 +160,12 @@ def _silenced(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
 class MemoryCheckpoint:
     """A checkpoint over the parameters of a model of transformers; nothing is copied."""
 
-    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    ) -> None:
         self.config = dict(config)
         self.generation_config: dict[str, Any] = {}
-        self.processor_config: dict[str, Any] = {}
+        self.processor_config = dict(settings)
         self._weights = {name: weights[file] for name, file in to_canonical(weights, config["model_type"]).items()}
 
     def tokenizer(self) -> Tokenizer:
@@ -209,7 +211,7 @@ class Ours:
             device=str(reference.device),
             cache=CacheConfig(block_size=BLOCK_SIZE, memory_bytes=per_block * self._num_blocks),
         )
-        checkpoint = MemoryCheckpoint(shape.config, reference.state_dict())
+        checkpoint = MemoryCheckpoint(shape.config, shape.settings, reference.state_dict())
         self._runner = ModelRunner(config, checkpoint, EncoderCache(num_tokens))
         self._model: Any = self._runner._model
         self._num_tokens = num_tokens
