@@ -13,6 +13,8 @@ import triton.language as tl
 
 # Every tile of keys is a multiple of it.
 MAX_BLOCK_SIZE = 32
+# There are no tiles for larger heads.
+MAX_HEAD_DIM = 128
 
 
 class Tiles(NamedTuple):

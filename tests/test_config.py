@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,6 +195,38 @@ def test_a_bad_option_is_named(make: Callable[[], object], option: str) -> None:
         make()
     assert str(caught.value).startswith(f"{option} ")
     assert caught.value.param == option.removeprefix("--")
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "limits"),
+    [
+        ("cpu", False, (64, 2048)),
+        ("cpu", True, (64, 2048)),
+        ("cuda", False, (256, 8192)),
+        ("cuda:1", False, (256, 8192)),
+        ("auto", False, (64, 2048)),
+        ("auto", True, (256, 8192)),
+    ],
+)
+def test_a_device_has_usual_limits(
+    device: str, has_driver: bool, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmserve.config._has_nvidia_driver", lambda: has_driver)
+    scheduler = SchedulerConfig.for_device(device)
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == limits
+    others = replace(scheduler, max_num_seqs=64, max_num_batched_tokens=2048)
+    assert others == SchedulerConfig(), "nothing else depends on the device"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_given_limits_win_one_by_one(device: str) -> None:
+    usual = SchedulerConfig.for_device(device)
+    assert SchedulerConfig.for_device(device, max_num_seqs=3) == replace(usual, max_num_seqs=3)
+    assert SchedulerConfig.for_device(device, max_num_batched_tokens=5) == replace(usual, max_num_batched_tokens=5)
+    assert SchedulerConfig.for_device(device, max_num_waiting=7) == replace(usual, max_num_waiting=7)
+    assert SchedulerConfig.for_device(device, max_num_seqs=999).max_num_seqs == 999
+    with pytest.raises(RequestError, match="--max-num-seqs"):
+        SchedulerConfig.for_device(device, max_num_seqs=0)
 
 
 def test_names_under_which_a_model_is_served() -> None:

@@ -1,7 +1,10 @@
 """What computes the attention of vision towers: sequences packed without padding, each seeing all of itself alone."""
 
+import logging
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
@@ -38,7 +41,7 @@ class VisionAttention(Protocol):
 
 
 def vision_attention(name: VisionAttentionName, device: torch.device) -> VisionAttention:
-    """Raises `SetupError`: `missing_dependency` without xformers, `model_unavailable` for what a CPU cannot run."""
+    """Raises `SetupError`: `missing_dependency` without an xformers that works, `model_unavailable` on a CPU."""
     on_gpu = device.type == "cuda"
     if name == "torch" or (name == "auto" and not on_gpu):
         return Remembered(TorchAttention(device))
@@ -161,19 +164,18 @@ class XformersAttention:
     """xFormers' memory-efficient attention (Lefaudeux et al. 2022) with a block-diagonal mask."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises `SetupError` (`missing_dependency`)."""
-        try:
-            from xformers import ops
-            from xformers.ops.fmha.attn_bias import BlockDiagonalMask
-        except ImportError:
-            raise SetupError(
-                "missing_dependency",
-                "--vision-attention xformers needs xformers: pip install 'mmserve[xformers]', or take auto",
-                param="vision_attention",
-            ) from None
+        """Raises `SetupError` (`missing_dependency`) where it is not installed or cannot attend to anything."""
         self._device = device
-        self._attention: Any = ops.memory_efficient_attention
-        self._mask: Any = BlockDiagonalMask
+        try:
+            with _quietly():
+                from xformers import ops
+                from xformers.ops.fmha.attn_bias import BlockDiagonalMask
+
+                self._attention: Any = ops.memory_efficient_attention
+                self._mask: Any = BlockDiagonalMask
+                self._attend_once()
+        except (ImportError, OSError, RuntimeError) as error:
+            raise _unusable_xformers(error) from error
 
     def over(self, lengths: Sequence[int]) -> Attend:
         mask = self._mask.from_seqlens(list(lengths), device=self._device)
@@ -183,3 +185,34 @@ class XformersAttention:
             return attended
 
         return attend
+
+    def _attend_once(self) -> None:
+        """Its compiled part may not fit this torch or this GPU, which importing it does not tell."""
+        x = torch.zeros(3, 1, 64, dtype=torch.float16, device=self._device)
+        self.over([1, 2])(x, x, x, 1.0)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what xFormers warns of and logs as it is imported: the error says in a sentence what matters of it."""
+    logger = logging.getLogger("xformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _unusable_xformers(error: Exception) -> SetupError:
+    if isinstance(error, ModuleNotFoundError) and error.name == "xformers":
+        sentence = "--vision-attention xformers needs xformers: pip install 'mmserve[xformers]', or take auto"
+    else:
+        reason = str(error).partition("\n")[0].removesuffix(":")
+        sentence = (
+            f"--vision-attention xformers cannot be used: the xformers that is installed does not work with torch "
+            f"{torch.__version__} on this machine ({reason}); install one built for this torch, or take auto"
+        )
+    return SetupError("missing_dependency", sentence, param="vision_attention")

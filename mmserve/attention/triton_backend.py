@@ -12,8 +12,8 @@ from mmserve.attention.context import ForwardContext
 from mmserve.errors import SetupError
 from mmserve.kernels.kv_store import rotate_and_store
 from mmserve.kernels.paged_chunk import paged_attention_chunk, query_tiles
-from mmserve.kernels.paged_decode import paged_attention_decode
-from mmserve.kernels.paged_tiles import MAX_BLOCK_SIZE, can_tile
+from mmserve.kernels.paged_decode import QUERY_ROWS, paged_attention_decode
+from mmserve.kernels.paged_tiles import MAX_BLOCK_SIZE, MAX_HEAD_DIM, can_tile
 from mmserve.kernels.transfer import to_device
 
 IntArray = npt.NDArray[np.int32]
@@ -57,8 +57,11 @@ class TritonAttentionMetadata:
 class TritonAttention:
     """Decoding sequences and chunks take one kernel each."""
 
-    def __init__(self, *, head_dim: int, block_size: int, device: torch.device) -> None:
-        """Raises `SetupError` for blocks that the kernels cannot take."""
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device
+    ) -> None:
+        """Raises `SetupError` for heads and blocks that the kernels cannot take."""
+        _check_heads(num_heads // num_kv_heads, head_dim)
         if not can_tile(block_size):
             raise SetupError(
                 "model_unavailable",
@@ -146,6 +149,21 @@ class TritonAttention:
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return to_device(values, self._device)
+
+
+def _check_heads(group_size: int, head_dim: int) -> None:
+    """`group_size` query heads share a KV head."""
+    if head_dim > MAX_HEAD_DIM:
+        raise SetupError(
+            "model_unavailable",
+            f"this model has heads of size {head_dim}, and a GPU takes up to {MAX_HEAD_DIM}: run it with --device cpu",
+        )
+    if group_size > QUERY_ROWS:
+        raise SetupError(
+            "model_unavailable",
+            f"this model has {group_size} query heads to a KV head, and a GPU takes up to {QUERY_ROWS}: "
+            "run it with --device cpu",
+        )
 
 
 def padded_tables(block_tables: Sequence[Sequence[int]]) -> IntArray:

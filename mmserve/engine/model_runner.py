@@ -207,7 +207,13 @@ class ModelRunner:
         if self.device.type == "cuda":
             from mmserve.attention.triton_backend import TritonAttention
 
-            return TritonAttention(head_dim=config.head_dim, block_size=self.block_size, device=self.device)
+            return TritonAttention(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                block_size=self.block_size,
+                device=self.device,
+            )
         return TorchAttention(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,

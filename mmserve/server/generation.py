@@ -105,6 +105,12 @@ async def collect(state: ServerState, request: GenerationRequest) -> tuple[list[
 async def _merged(
     streams: "Sequence[AsyncGenerator[CompletionDelta, None]]",
 ) -> "AsyncGenerator[tuple[int, CompletionDelta], None]":
+    """(position of the stream, delta) as they come; one stream alone needs no task and no queue."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as deltas:
+            async for delta in deltas:
+                yield 0, delta
+        return
     queue: asyncio.Queue[tuple[int, CompletionDelta] | None] = asyncio.Queue()
 
     async def pump(position: int, stream: "AsyncGenerator[CompletionDelta, None]") -> None:

@@ -8,9 +8,10 @@ from mmserve.attention.context import ForwardContext
 from mmserve.attention.torch_backend import TorchAttention
 from mmserve.attention.triton_backend import TritonAttention, num_shared_blocks, padded_tables
 from mmserve.errors import SetupError
+from mmserve.kernels import reference
 from mmserve.kernels.paged_chunk import CHUNK_TILES
-from mmserve.kernels.paged_decode import DECODE_TILES, SHARED_TILES
-from mmserve.kernels.paged_tiles import MAX_BLOCK_SIZE
+from mmserve.kernels.paged_decode import DECODE_TILES, QUERY_ROWS, SHARED_TILES, paged_attention_decode
+from mmserve.kernels.paged_tiles import MAX_BLOCK_SIZE, MAX_HEAD_DIM, padded_head_dim
 
 BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 64
 CPU = torch.device("cpu")
@@ -18,7 +19,13 @@ CPU = torch.device("cpu")
 
 def backends() -> tuple[TorchAttention, TritonAttention]:
     ours = TorchAttention(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype=torch.float32)
-    return ours, TritonAttention(head_dim=HEAD_DIM, block_size=BLOCK_SIZE, device=CPU)
+    return ours, on_kernels()
+
+
+def on_kernels(
+    *, heads: int = HEADS, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM, block_size: int = BLOCK_SIZE
+) -> TritonAttention:
+    return TritonAttention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, device=CPU)
 
 
 def batch(*shapes: tuple[int, int], num_shared: int = 0) -> AttentionBatch:
@@ -64,15 +71,44 @@ def test_both_backends_agree(step: AttentionBatch, has_norms: bool) -> None:
 @pytest.mark.parametrize("block_size", [3, 12, 24, 48, 64])
 def test_blocks_that_do_not_fill_a_tile_are_refused(block_size: int) -> None:
     with pytest.raises(SetupError, match=f"--block-size {block_size} .* power of two from 1 to 32") as caught:
-        TritonAttention(head_dim=HEAD_DIM, block_size=block_size, device=CPU)
+        on_kernels(block_size=block_size)
     assert caught.value.code == "model_unavailable"
 
 
 def test_blocks_that_are_taken_fill_every_tile() -> None:
     tiles = (*CHUNK_TILES.values(), *DECODE_TILES.values(), *SHARED_TILES.values())
     for block_size in (1, 2, 4, 8, 16, MAX_BLOCK_SIZE):
-        TritonAttention(head_dim=HEAD_DIM, block_size=block_size, device=CPU)
+        on_kernels(block_size=block_size)
         assert all(each.block_n % block_size == 0 for each in tiles)
+
+
+@pytest.mark.parametrize("head_dim", [129, 192, 256])
+def test_heads_without_tiles_are_refused(head_dim: int) -> None:
+    with pytest.raises(SetupError, match=f"heads of size {head_dim}.* up to 128: .*--device cpu") as caught:
+        on_kernels(head_dim=head_dim)
+    assert caught.value.code == "model_unavailable"
+
+
+def test_heads_that_are_taken_have_tiles() -> None:
+    for head_dim in (8, 16, 64, 72, 80, 96, MAX_HEAD_DIM):
+        on_kernels(head_dim=head_dim)
+        assert {(num_bytes, padded_head_dim(head_dim)) for num_bytes in (2, 4)} <= DECODE_TILES.keys()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "group"), [(17, 1, 17), (64, 2, 32)])
+def test_more_heads_to_a_kv_head_than_rows_are_refused(heads: int, kv_heads: int, group: int) -> None:
+    with pytest.raises(SetupError, match=f"{group} query heads to a KV head.* up to 16: .*--device cpu") as caught:
+        on_kernels(heads=heads, kv_heads=kv_heads)
+    assert caught.value.code == "model_unavailable"
+
+
+def test_as_many_heads_to_a_kv_head_as_rows_agree() -> None:
+    q, kv_cache = torch.randn(2, QUERY_ROWS, 16), torch.randn(4, 2, 1, BLOCK_SIZE, 16)
+    tables, lengths = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32), torch.tensor([30, 9], dtype=torch.int32)
+    on_kernels(heads=QUERY_ROWS, kv_heads=1)
+    found = paged_attention_decode(q, kv_cache, tables, lengths, 0.25, max_context_len=30)
+    expected = reference.paged_attention_decode(q, kv_cache, tables, lengths, 0.25, max_context_len=30)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_are_shared_up_to_where_the_first_sequence_leaves_or_ends() -> None:

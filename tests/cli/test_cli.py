@@ -78,7 +78,7 @@ def test_a_table_is_for_its_command_alone(invoke: Invoke) -> None:
     Path("a.txt").write_text("one")
     Path("mmserve.toml").write_text('model = "all"\n[shout]\nmodel = "shout"\nformat = "jsonl"\n[chat]\nsystem = "Hi."')
     assert invoke("shout", "a.txt").stdout.startswith("{")
-    assert cli_fakes.events[0] == "start shout 64 True"
+    assert cli_fakes.events[0] == "start shout None True"
 
 
 def test_the_settings_file_may_be_named_or_in_the_home_folder(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_one_file_goes_to_standard_output_alone(invoke: Invoke) -> None:
     assert result.stdout == "# a.txt\n\nONE\n"
     assert result.stderr == ""
     assert os.listdir() == ["a.txt"]
-    assert cli_fakes.events == ["start some/model 64 True", "close"]
+    assert cli_fakes.events == ["start some/model None True", "close"]
 
 
 def test_the_embedded_model_is_said_to_be_a_demonstration(invoke: Invoke) -> None:

@@ -20,8 +20,14 @@ PROMPTS = [[7, 11, 13, 17, 19], [23, 5, 8, 41, 3, 3, 29, 31, 37, 4, 9, 6, 10, 12
 
 
 def triton_attention(runner: ModelRunner) -> AttentionBackend:
-    head_dim = runner.model_config.head_dim
-    return TritonAttention(head_dim=head_dim, block_size=runner.block_size, device=runner.device)
+    config = runner.model_config
+    return TritonAttention(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=runner.block_size,
+        device=runner.device,
+    )
 
 
 @pytest.fixture

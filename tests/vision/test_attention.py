@@ -1,6 +1,10 @@
 """What the vision towers attend with: every backend against all pairs, and which of them a device gets."""
 
+import logging
 import sys
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +148,64 @@ def test_xformers_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.code == "missing_dependency"
 
 
+class FakeXformers:
+    """A package that warns and logs when it is imported, as the real one does."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor]) -> None:
+        self._attention = attention
+
+    @property
+    def ops(self) -> SimpleNamespace:
+        warnings.warn("an old name", DeprecationWarning, stacklevel=1)
+        logging.getLogger("xformers").warning("xFormers can't load C++/CUDA extensions.")
+        return SimpleNamespace(memory_efficient_attention=self._attention)
+
+
+def install_xformers(monkeypatch: pytest.MonkeyPatch, attention: Callable[..., torch.Tensor]) -> None:
+    """Its mask is the lengths."""
+    mask = SimpleNamespace(from_seqlens=lambda lengths, device: lengths)
+    monkeypatch.setitem(sys.modules, "xformers", FakeXformers(attention))
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", SimpleNamespace(BlockDiagonalMask=mask))
+
+
+def test_xformers_that_works(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def attention(q: Any, k: Any, v: Any, *, attn_bias: list[int], scale: float) -> torch.Tensor:
+        return varlen_attention(q[0], k[0], v[0], attn_bias, scale)[None]
+
+    install_xformers(monkeypatch, attention)
+    q, k, v = torch.randn(7, 6, 16).chunk(3, dim=1)
+    found = XformersAttention(CPU).over([5, 2])(q, k, v, 0.3)
+    assert relative_error(found.double(), naive(q, k, v, [5, 2], 0.3)) < 1e-5
+    assert caplog.text == ""
+    logging.getLogger("xformers").warning("later")
+    assert "later" in caplog.text, "only the import is quiet"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError("No operator found for `forward` with inputs:\n  query: shape=(1, 3, 1, 64)"),
+        RuntimeError("No operator found for `forward` with inputs"),
+        OSError("No operator found for `forward` with inputs:\nlibcudart.so.12"),
+        ModuleNotFoundError("No operator found for `forward` with inputs", name="mslk"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_xformers_whose_compiled_part_does_not_fit(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def attention(*_: Any, **__: Any) -> torch.Tensor:
+        raise error
+
+    install_xformers(monkeypatch, attention)
+    with pytest.raises(SetupError, match="does not work with torch") as caught:
+        XformersAttention(CPU)
+    assert (caught.value.code, caught.value.param) == ("missing_dependency", "vision_attention")
+    assert torch.__version__ in caught.value.message
+    assert "(No operator found for `forward` with inputs);" in caught.value.message
+    assert caplog.text == ""
+
+
 @pytest.mark.usefixtures("varlen")
 def test_windows_by_one_kernel_and_images_by_another() -> None:
     auto = AutoAttention(TritonAttention(CPU), TorchAttention(CPU))
@@ -169,11 +231,32 @@ def test_backends_of_a_gpu_agree(name: VisionAttentionName, lengths: list[int]) 
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_xformers_agrees() -> None:
-    pytest.importorskip("xformers")
-    attention = XformersAttention(CUDA)
-    assert gpu_error(attention, [64] * 9 + [48]) < 1e-2
-    assert gpu_error(attention, [3000, 100]) < 1e-2
+    """Where it works; elsewhere it is an error at the start."""
+    if xformers_works():
+        attention = vision_attention("xformers", CUDA)
+        assert gpu_error(attention, [64] * 9 + [48]) < 1e-2
+        assert gpu_error(attention, [3000, 100]) < 1e-2
+    else:
+        with pytest.raises(SetupError, match="--vision-attention xformers") as caught:
+            vision_attention("xformers", CUDA)
+        assert caught.value.code == "missing_dependency"
+
+
+def xformers_works() -> bool:
+    x = torch.zeros(1, 16, 1, 64, device="cuda", dtype=torch.bfloat16)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from xformers import ops
+            from xformers.ops.fmha.attn_bias import BlockDiagonalMask
+
+            mask = BlockDiagonalMask.from_seqlens([6, 10], device=CUDA)
+            ops.memory_efficient_attention(x, x, x, attn_bias=mask)
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
 
 
 def gpu_error(attention: attention_backends.VisionAttention, lengths: list[int]) -> float:
