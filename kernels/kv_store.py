@@ -1,4 +1,4 @@
-"""K and V into the pages of the cache: alone, or rotated and normed on the way."""
+"""K and V into the pages of the cache, rotated and normed on the way."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -7,31 +7,8 @@ import triton
 import triton.language as tl
 
 # Heads a program. A thread moves 16 bytes of each half: with fewer heads the loads of D = 128 get smaller. 16 were the
-# best to rotate with on an H200.
-STORE_HEADS = 8
-ROTATE_HEADS = 16
-
-
-def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write k and v, `[T, KV, D]`, to the slots `[T]` (int64) of the paged cache; a token of slot -1 is left out."""
-    num_tokens, num_kv_heads, head_dim = k.shape
-    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1), "a token's heads lie side by side"
-    assert kv_cache.is_contiguous(), "blocks lie side by side"
-    assert slot_mapping.is_contiguous(), "slots lie side by side"
-    _store_kernel[(num_tokens, triton.cdiv(num_kv_heads, STORE_HEADS))](
-        k,
-        v,
-        k.stride(0),
-        v.stride(0),
-        kv_cache,
-        slot_mapping,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=kv_cache.shape[3],
-        BLOCK_H=STORE_HEADS,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=_num_warps(STORE_HEADS * triton.next_power_of_2(head_dim)),
-    )
+# best on an H200.
+BLOCK_HEADS = 16
 
 
 def rotate_and_store(
@@ -55,7 +32,7 @@ def rotate_and_store(
     assert all(x.is_contiguous() for x in (qkv, cos, sin, kv_cache, slot_mapping)), "nothing has a stride"
     assert (q_weight is None) == (k_weight is None), "both are normed, or none"
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    _rotate_kernel[(num_tokens, triton.cdiv(num_rows, ROTATE_HEADS))](
+    _rotate_kernel[(num_tokens, triton.cdiv(num_rows, BLOCK_HEADS))](
         q,
         qkv,
         cos,
@@ -69,9 +46,9 @@ def rotate_and_store(
         NUM_KV_HEADS=kv_cache.shape[2],
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[3],
-        BLOCK_H=ROTATE_HEADS,
+        BLOCK_H=BLOCK_HEADS,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=_num_warps(ROTATE_HEADS * triton.next_power_of_2(head_dim // 2)),
+        num_warps=_num_warps(BLOCK_HEADS * triton.next_power_of_2(head_dim // 2)),
     )
     return q
 
@@ -86,26 +63,6 @@ def _cache_rows(kv_cache, slot, o_kv, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.c
     """Where a token's rows of K and V go, K's heads counted before V's."""
     i_block, i_offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     return kv_cache + (i_block * (2 * NUM_KV_HEADS) + o_kv) * (BLOCK_SIZE * HEAD_DIM) + i_offset * HEAD_DIM
-
-
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
-def _store_kernel(
-    k, v, k_stride, v_stride, kv_cache, slot_mapping,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: some heads of a token's k and v."""
-    i_token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + i_token)
-    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    o_d = tl.arange(0, BLOCK_D)
-    m_values = (o_h < NUM_KV_HEADS)[:, None] & (o_d < HEAD_DIM)[None, :] & (slot >= 0)
-    o_values = o_h[:, None] * HEAD_DIM + o_d[None, :]
-    b_k = tl.load(k + i_token * k_stride + o_values, mask=m_values)
-    b_v = tl.load(v + i_token * v_stride + o_values, mask=m_values)
-    p_k = _cache_rows(kv_cache, slot, o_h, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None] + o_d[None, :]
-    tl.store(p_k, b_k, mask=m_values)
-    tl.store(p_k + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, b_v, mask=m_values)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])

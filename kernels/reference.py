@@ -54,7 +54,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def _store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write k and v, `[T, KV, D]`, to the slots `[T]` of the paged cache; a token of slot -1 is left out."""
     is_stored = slot_mapping >= 0
     blocks, offsets = slot_mapping[is_stored] // kv_cache.shape[3], slot_mapping[is_stored] % kv_cache.shape[3]
@@ -82,7 +82,7 @@ def rotate_and_store(
     q, k, v = qkv[:, :num_heads], qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    store_kv(apply_rotary(k, cos, sin), v, kv_cache, slot_mapping)
+    _store_kv(apply_rotary(k, cos, sin), v, kv_cache, slot_mapping)
     return apply_rotary(q, cos, sin)
 
 

@@ -100,17 +100,6 @@ def slots(num_slots: int) -> torch.Tensor:
     return chosen.to(DEVICE)
 
 
-def store(head_dim: int) -> Pairs:
-    from mmserve.kernels.kv_store import store_kv
-
-    k, v = (randn(NUM_TOKENS, NUM_KV_HEADS, head_dim, dtype=DTYPE) for _ in range(2))
-    places, caches = slots(8 * BLOCK_SIZE), torch.zeros(2, 8, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, device=DEVICE)
-    ours, theirs = caches[0].to(DTYPE), caches[1]
-    store_kv(k, v, ours, places)
-    reference.store_kv(k.float(), v.float(), theirs, places)
-    return [(ours, theirs)]
-
-
 def angles(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin `[T, 1, D]` as the rotary table gives them."""
     turns = randn(NUM_TOKENS, 1, head_dim // 2)
@@ -222,9 +211,7 @@ def resample() -> Pairs:
 
 # By the module of the kernel.
 CASES: Mapping[str, Callable[[], Pairs]] = {
-    "kv_store": lambda: [
-        pair for head_dim in HEAD_DIMS for pair in (*store(head_dim), *rotate(head_dim, normed=False))
-    ],
+    "kv_store": lambda: [pair for head_dim in HEAD_DIMS for pair in rotate(head_dim, normed=False)],
     "kv_store, normed": lambda: [pair for head_dim in HEAD_DIMS for pair in rotate(head_dim, normed=True)],
     "paged_chunk": lambda: [pair for head_dim in HEAD_DIMS for pair in chunk(head_dim)],
     "paged_decode": lambda: [pair for head_dim in HEAD_DIMS for pair in decode(head_dim, None)],
