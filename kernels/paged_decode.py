@@ -46,7 +46,6 @@ SHARED_ROWS = 128
 # 136 us with 1 or 2, and 152 with 4.
 PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 32
-SHARED_PROGRAMS_PER_PROCESSOR = 1
 MAX_SHARED_SPLITS = 8
 # Sequences times KV heads of which contexts can be split.
 MAX_COUNTED = 1 << 16
@@ -124,8 +123,7 @@ def max_splits(num_rows: int, num_processors: int) -> int:
 
 def num_shared_splits(num_tiles: int, num_kv_heads: int, num_processors: int) -> int:
     """Into how many parts the shared blocks are cut: no more than fill the processors."""
-    wanted = SHARED_PROGRAMS_PER_PROCESSOR * num_processors
-    return max(1, min(wanted // (num_tiles * num_kv_heads), MAX_SHARED_SPLITS))
+    return max(1, min(num_processors // (num_tiles * num_kv_heads), MAX_SHARED_SPLITS))
 
 
 @functools.cache

@@ -4,17 +4,15 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from PIL import Image, ImageDraw
 
+from mmserve.bench.workloads import PageForm
 from mmserve.vision.decoded_picture import DecodedPicture, PictureSource
 from mmserve.vision.image_source import PICTURE_SETTINGS, ImageSource
 from mmserve.vision.page_types import Document
 from mmserve.vision.sniff import PDF_TYPE
 
-# How pages are offered: as decoded pictures, as PNG files, or as one PDF with a picture a page.
-PageForm = Literal["pixels", "png", "pdf"]
 A4_SIZE = (1240, 1754)
 _MARGIN_LEFT, _MARGIN_TOP, _LINE_HEIGHT, _WORDS_PER_LINE = 90, 80, 26, 24
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

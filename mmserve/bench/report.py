@@ -58,17 +58,17 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        return total_seconds(self.records)
+        return _total_seconds(self.records)
 
 
-def total_seconds(records: Sequence[RequestRecord]) -> float:
+def _total_seconds(records: Sequence[RequestRecord]) -> float:
     """From the first request offered to the last token."""
     return max(record.last_token for record in records) - min(record.offered for record in records)
 
 
 def speed_report(records: Sequence[RequestRecord]) -> Report:
     """Rates and latencies of one round, ready for JSON."""
-    seconds = total_seconds(records)
+    seconds = _total_seconds(records)
     num_output_tokens = sum(record.num_output_tokens for record in records)
     num_tokens = num_output_tokens + sum(record.num_prompt_tokens for record in records)
     return {

@@ -16,8 +16,9 @@ import torch
 from mmserve.bench.ceilings import measure_ceilings
 from mmserve.bench.limits import Ceilings, PromptShape, bytes_of, page_limit
 from mmserve.bench.memory import MemoryWatcher
-from mmserve.bench.pages import A4_SIZE, PageForm, draw_picture, make_pages, save_page
+from mmserve.bench.pages import A4_SIZE, draw_picture, make_pages, save_page
 from mmserve.bench.report import Measurement, Report, RequestRecord, make_report
+from mmserve.bench.workloads import PageForm
 from mmserve.config import EngineConfig
 from mmserve.engine.client import EngineClient
 from mmserve.engine.prompt_builder import PromptBuilder

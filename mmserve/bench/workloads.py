@@ -3,10 +3,13 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from mmserve.errors import RequestError
 
 Prompt = tuple[int, ...]
+# How pages are offered: as decoded pictures, as PNG files, or as one PDF with a picture a page.
+PageForm = Literal["pixels", "png", "pdf"]
 
 
 @dataclass(frozen=True)

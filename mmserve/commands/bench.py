@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from mmserve.bench.workloads import WORKLOADS, build_workload
+from mmserve.bench.workloads import WORKLOADS, PageForm, build_workload
 from mmserve.commands.options import EngineOptions, VisionOptions, with_option_groups
 from mmserve.config import EngineConfig
 from mmserve.errors import RequestError
@@ -147,7 +147,7 @@ def vision(
         int | None, typer.Option(min=1, help="Length of answers in D1 and D2, if not theirs.", show_default=False)
     ] = None,
     source: Annotated[
-        Literal["pixels", "png", "pdf"],
+        PageForm,
         typer.Option(help="How D1 and D2 offer pages: as decoded pictures, as PNG files, or as one PDF of pictures."),
     ] = "pixels",
     rounds: Annotated[
@@ -190,7 +190,7 @@ def _run_vision(
     config: EngineConfig,
     pictures: VisionOptions,
     workload: str,
-    source: Literal["pixels", "png", "pdf"],
+    source: PageForm,
     num_pages: int | None,
     max_tokens: int | None,
     rounds: int | None,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mmserve.attention.triton_backend import DecodeTables, TritonAttentionMetadata, num_shared_blocks
@@ -64,6 +65,8 @@ class DecodeGraphs:
         self._host_tables = [torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(2)]
         self._captured: dict[tuple[int, bool], _Captured] = {}
         self._sizes = batch_sizes(max_num_seqs)
+        large = [size for size in self._sizes if size >= _SMALLEST_SHARING_BATCH]
+        self._sharing_sizes = [size for size in large if size.bit_count() == 1] or [0]
 
     def capture(self) -> None:
         """Compile, and capture every size, the largest first: smaller ones fit into its memory."""
@@ -97,11 +100,7 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.logits[:num_rows], captured.best[:num_rows]
 
-    @property
-    def _sharing_sizes(self) -> list[int]:
-        return [size for size in self._sizes if size >= _SMALLEST_SHARING_BATCH and size.bit_count() == 1] or [0]
-
-    def _write_tables(self, inputs: StepInputs) -> "np.typing.NDArray[np.int32]":
+    def _write_tables(self, inputs: StepInputs) -> npt.NDArray[np.int32]:
         host = self._host_tables[0]
         self._host_tables.reverse()
         tables = host.numpy()
@@ -115,8 +114,7 @@ class DecodeGraphs:
         numbers = torch.zeros((_POSITION + self._num_axes, size), dtype=torch.int32, device=self._device)
         numbers[_SOURCE : _SLOT + 1] = -1
         graph = torch.cuda.CUDAGraph()
-        tensors = self._tensors(numbers, shares)
-        self._step(tensors)
+        self._step(self._tensors(numbers, shares))
         torch.cuda.synchronize(self._device)
         with torch.cuda.graph(graph, pool=pool):
             logits, best = self._step(self._tensors(numbers, shares))

@@ -6,8 +6,8 @@ from mmserve.config import SchedulerConfig
 from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.request import SamplingParams, Sequence
 
-GREEDY = SamplingParams(temperature=0.0)
-RANDOM = SamplingParams(top_p=0.9)
+_GREEDY = SamplingParams(temperature=0.0)
+_RANDOM = SamplingParams(top_p=0.9)
 # What the kernels of a GPU are compiled for: short and long chunks, alone and beside decoding sequences, of which there
 # are few or many, with and without a prefix that all of them share.
 _CHUNK_LENGTHS = (16, 256)
@@ -15,7 +15,7 @@ _CONTEXT_LENGTHS = (100, 300)
 # A matrix product of another number of rows may take a kernel that first has to be loaded (200 ms, cuBLAS on an H200).
 _FEWEST_ROWS = 16
 
-Span = tuple[int, int]
+_Span = tuple[int, int]
 
 
 def warm_up_batches(
@@ -29,7 +29,7 @@ def warm_up_batches(
     if not on_gpu:
         return
     chunks = [(0, min(length, longest)) for length in _CHUNK_LENGTHS]
-    yield from (_batch([chunk], block_size, RANDOM) for chunk in chunks)
+    yield from (_batch([chunk], block_size, _RANDOM) for chunk in chunks)
     most = scheduler.max_num_seqs - 1
     for context_len in (min(length, longest) for length in _CONTEXT_LENGTHS):
         for num_decodes in sorted({min(count, most) for count in (1, 4, most)} - {0}):
@@ -48,7 +48,7 @@ def _row_counts(most: int) -> list[int]:
     return [*(count for count in counts if count < most), most]
 
 
-def _batch(spans: list[Span], block_size: int, params: SamplingParams = GREEDY) -> ScheduledBatch:
+def _batch(spans: list[_Span], block_size: int, params: SamplingParams = _GREEDY) -> ScheduledBatch:
     """Sequences whose tokens `start` to `end` are run; they all lie in the same blocks."""
     scheduled = []
     for i, (start, end) in enumerate(spans):

@@ -47,6 +47,8 @@ class RMSNorm:
 
 
 class LayerNorm:
+    """Layer norm over the last axis (Ba et al. 2016)."""
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float, kernels: KernelSet) -> None:
         self._kernels = kernels
         self._weight = weight

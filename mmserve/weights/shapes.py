@@ -12,8 +12,8 @@ from typing import Any
 from mmserve.errors import SetupError
 
 PREFIX = "shape:"
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # From <|endoftext|> on, in the order of their ids; the last two stand where each picture and film goes.
 _QWEN_TOKENS = (
@@ -200,8 +200,8 @@ _QWEN2_5_VL_7B = _qwen(
         "patch_size": 14,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "image_mean": CLIP_MEAN,
-        "image_std": CLIP_STD,
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
     },
 )
 _QWEN3_VL_8B = _qwen(
@@ -303,8 +303,8 @@ _LLAVA_1_5_7B = Shape(
         "do_center_crop": True,
         "do_resize": True,
         "resample": 3,
-        "image_mean": CLIP_MEAN,
-        "image_std": CLIP_STD,
+        "image_mean": _CLIP_MEAN,
+        "image_std": _CLIP_STD,
     },
     first_special_id=32000,
     special_tokens=("<image>", "<pad>"),
