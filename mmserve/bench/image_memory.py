@@ -117,6 +117,7 @@ def _sample(asker: Asker, num_pictures: int) -> Report:
         "private_bytes": private_tree_bytes(),
         "shared_bytes": shared_bytes(asker.segments),
         "num_preprocessed": pool.stats.num_images,
+        "num_encoded": stats.encoder_cache_queries - stats.encoder_cache_hits,
         "encoder_cache_hits": stats.encoder_cache_hits,
         "encoder_tokens": stats.num_encoder_tokens,
     }

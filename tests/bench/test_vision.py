@@ -134,7 +134,8 @@ def test_host_memory_is_flat(model: Path) -> None:
     assert [sample["num_pictures"] for sample in samples] == list(range(10, 101, 10))
     assert report["num_requests"] == 125
     assert last["num_preprocessed"] >= 100
-    assert last["encoder_cache_hits"] > 0
+    # The other pictures that come again are found, in the prefix cache or in that of the encoder.
+    assert 100 <= last["num_encoded"] < report["num_requests"]
     # A hundred pictures have twenty times as much.
     assert last["shared_bytes"] <= 5 * 1024**2
     assert report["shared_bytes_after_close"] == 0
