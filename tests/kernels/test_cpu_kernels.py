@@ -6,6 +6,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from kernel_checks import relative_error
+from paged_cases import naive_attention
 
 from mmserve.kernels.cpu import (
     IntArray,
@@ -20,22 +22,10 @@ from mmserve.kernels.cpu import (
 )
 from mmserve.kernels.reference import apply_rotary, rms_norm, silu_and_mul
 
+SCALE = 16**-0.5
 TOLERANCES = [(torch.float32, 2e-6), (torch.bfloat16, 1.2e-2)]
 BLOCK_SIZE = 4
 HEADS = [(1, 1), (4, 4), (4, 2), (8, 1), (9, 3), (14, 2), (16, 2)]
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((out.double() - reference).norm() / reference.norm())
-
-
-def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One query head vectors `[H, D]` over all of k and v `[L, KV, D]`, in float64."""
-    group, out = q.shape[0] // k.shape[1], torch.empty(q.shape, dtype=torch.float64)
-    for head in range(q.shape[0]):
-        keys, values = k[:, head // group].double(), v[:, head // group].double()
-        out[head] = torch.softmax(keys @ q[head].double() / math.sqrt(q.shape[1]), 0) @ values
-    return out
 
 
 class PagedSequences:
@@ -137,8 +127,8 @@ def test_decode(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int,
     padded = [table + [table[0]] * (num_blocks - len(table)) for table in paged.tables]
     visible = torch.arange(num_blocks * BLOCK_SIZE) < torch.tensor(lengths)[:, None]
     mask = additive(visible, dtype)[:, None, None]
-    out = paged_attention_decode(q, paged.cache, gather_rows(np.array(padded), kv_heads), mask, 16**-0.5)
-    reference = torch.stack([naive_attention(*each) for each in zip(q, paged.k, paged.v, strict=True)])
+    out = paged_attention_decode(q, paged.cache, gather_rows(np.array(padded), kv_heads), mask, SCALE)
+    reference = torch.stack([naive_attention(*each, SCALE) for each in zip(q, paged.k, paged.v, strict=True)])
     assert relative_error(out, reference) < tolerance
 
 
@@ -150,9 +140,11 @@ def test_chunk(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, 
     q = torch.randn(num_queries, heads, 16, dtype=dtype)
     first = context - num_queries
     rows = gather_rows(np.array(paged.tables[:1]), kv_heads)
-    out = paged_attention_chunk(q, paged.cache, rows, context, 16**-0.5)
+    out = paged_attention_chunk(q, paged.cache, rows, context, SCALE)
     k, v = paged.k[0], paged.v[0]
-    reference = torch.stack([naive_attention(q[i], k[: first + i + 1], v[: first + i + 1]) for i in range(num_queries)])
+    reference = torch.stack(
+        [naive_attention(q[i], k[: first + i + 1], v[: first + i + 1], SCALE) for i in range(num_queries)]
+    )
     assert relative_error(out, reference) < tolerance
 
 
@@ -162,12 +154,12 @@ def test_chunk(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, 
 def test_causal(dtype: torch.dtype, tolerance: float, heads: int, kv_heads: int, length: int) -> None:
     q = torch.randn(length, heads, 16, dtype=dtype)
     k, v = (torch.randn(length, kv_heads, 16, dtype=dtype) for _ in range(2))
-    reference = torch.stack([naive_attention(q[i], k[: i + 1], v[: i + 1]) for i in range(length)])
-    out = causal_attention(q, k.transpose(0, 1), v.transpose(0, 1), 16**-0.5)
+    reference = torch.stack([naive_attention(q[i], k[: i + 1], v[: i + 1], SCALE) for i in range(length)])
+    out = causal_attention(q, k.transpose(0, 1), v.transpose(0, 1), SCALE)
     assert relative_error(out, reference) < tolerance
 
 
 def test_the_scale_is_the_callers() -> None:
     q, k, v = torch.randn(3, 2, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
-    halved = causal_attention(q, k, v, 0.5 * 16**-0.5)
-    torch.testing.assert_close(halved, causal_attention(q / 2, k, v, 16**-0.5), rtol=1e-5, atol=1e-6)
+    halved = causal_attention(q, k, v, 0.5 * SCALE)
+    torch.testing.assert_close(halved, causal_attention(q / 2, k, v, SCALE), rtol=1e-5, atol=1e-6)

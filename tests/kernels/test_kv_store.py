@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_cases import DEVICE, relative_error
+from kernel_checks import randn, relative_error
 
 from mmserve.kernels import reference
 from mmserve.kernels.kv_store import rotate_and_store
@@ -24,10 +24,6 @@ def angles(num_tokens: int, head_dim: int, like: torch.Tensor) -> tuple[torch.Te
     turns = 6 * torch.rand(num_tokens, 1, head_dim // 2)
     cos, sin = torch.cat((turns.cos(), turns.cos()), -1), torch.cat((-turns.sin(), turns.sin()), -1)
     return cos.to(like), sin.to(like)
-
-
-def qkv_rows(num_tokens: int, num_rows: int, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(num_tokens, num_rows, head_dim, device=DEVICE).to(dtype)
 
 
 def slots_like(x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +58,7 @@ def errors_of_rotation(qkv: torch.Tensor, num_heads: int, block_size: int, norme
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_twin_of_rotation(normed: bool) -> None:
-    qkv = qkv_rows(len(SLOTS), 4, 8)
+    qkv = randn(len(SLOTS), 4, 8)
     weights, cache = weights_like(qkv, normed), empty_cache(1, 16, 8, qkv)
     cos, sin = angles(len(qkv), 8, qkv)
     q = reference.rotate_and_store(qkv, cos, sin, cache, slots_like(qkv), 2, **weights)
@@ -86,19 +82,19 @@ def test_twin_of_rotation(normed: bool) -> None:
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128])
 def test_rotation_of_head_sizes(head_dim: int, block_size: int, normed: bool) -> None:
-    errors = errors_of_rotation(qkv_rows(len(SLOTS), 8, head_dim), 4, block_size, normed)
+    errors = errors_of_rotation(randn(len(SLOTS), 8, head_dim), 4, block_size, normed)
     assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (7, 1), (14, 2), (16, 8), (20, 20)])
 def test_rotation_of_heads(num_heads: int, num_kv_heads: int, normed: bool) -> None:
-    errors = errors_of_rotation(qkv_rows(len(SLOTS), num_heads + 2 * num_kv_heads, 16), num_heads, 16, normed)
+    errors = errors_of_rotation(randn(len(SLOTS), num_heads + 2 * num_kv_heads, 16), num_heads, 16, normed)
     assert max(errors) < 1e-5
 
 
 def test_rotation_of_halves() -> None:
-    assert max(errors_of_rotation(qkv_rows(len(SLOTS), 8, 64, torch.float16), 4, 16, normed=True)) < 2e-3
+    assert max(errors_of_rotation(randn(len(SLOTS), 8, 64, dtype=torch.float16), 4, 16, normed=True)) < 2e-3
 
 
 @pytest.mark.gpu
@@ -108,5 +104,5 @@ def test_rotation_of_halves() -> None:
 def test_rotation_on_the_card(head_dim: int, block_size: int, normed: bool) -> None:
     for num_tokens in (len(SLOTS), 300):
         for num_heads, num_kv_heads in ((32, 32), (28, 4), (32, 8)):
-            qkv = qkv_rows(num_tokens, num_heads + 2 * num_kv_heads, head_dim, torch.bfloat16)
+            qkv = randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=torch.bfloat16)
             assert max(errors_of_rotation(qkv, num_heads, block_size, normed)) < 1e-2

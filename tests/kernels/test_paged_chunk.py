@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from paged_cases import DEVICE, PagedCase, naive_attention, naive_rows, paged_case, relative_error
+from kernel_checks import DEVICE, relative_error
+from paged_cases import PagedCase, naive_attention, naive_rows, paged_case
 
 from mmserve.kernels import reference
 from mmserve.kernels.paged_chunk import paged_attention_chunk, query_tiles

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from paged_cases import DEVICE, PagedCase, naive_attention, naive_rows, paged_case, relative_error
+from kernel_checks import DEVICE, relative_error
+from paged_cases import PagedCase, naive_attention, naive_rows, paged_case
 
 from mmserve.kernels import paged_decode, reference
 from mmserve.kernels.paged_decode import max_splits, num_shared_splits, paged_attention_decode

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from kernel_checks import DEVICE
 
 from mmserve.kernels import reference
+from mmserve.kernels.resample import resample
 
 BITS = 22
 
@@ -18,10 +20,7 @@ def problem(outer: int, length: int, num_pixels: int, inner: int, num_taps: int)
 
 @pytest.mark.parametrize("shape", [(1, 30, 21, 45, 5), (7, 40, 55, 3, 6), (2, 1, 3, 3, 1), (1, 9, 400, 6, 2)], ids=str)
 def test_the_kernel_equals_its_twin(shape: tuple[int, int, int, int, int]) -> None:
-    from mmserve.kernels.resample import resample
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    image, starts, weights = (x.to(device) for x in problem(*shape))
+    image, starts, weights = (x.to(DEVICE) for x in problem(*shape))
     expected = reference.resample(image, starts, weights, BITS)
     assert expected.min() == 0 or image.numel() < 10
     assert torch.equal(resample(image, starts, weights, BITS), expected)
@@ -29,8 +28,6 @@ def test_the_kernel_equals_its_twin(shape: tuple[int, int, int, int, int]) -> No
 
 @pytest.mark.gpu
 def test_the_kernel_equals_its_twin_on_a_page() -> None:
-    from mmserve.kernels.resample import resample
-
     for shape in ((1, 1754, 1764, 3696, 6), (1754, 1240, 1232, 3, 6)):
         image, starts, weights = (x.cuda() for x in problem(*shape))
         assert torch.equal(resample(image, starts, weights, BITS), reference.resample(image, starts, weights, BITS))

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-# Where there is a card the kernels run on it, elsewhere in the interpreter.
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from kernel_checks import DEVICE
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,3 @@ def naive_rows(case: PagedCase, i: int, length: int) -> tuple[torch.Tensor, torc
     places = [(int(case.block_tables[i, j // block_size]), j % block_size) for j in range(length)]
     k, v = ([case.kv_cache[block, part, :, offset] for block, offset in places] for part in (0, 1))
     return torch.stack(k), torch.stack(v)
-
-
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """In the norm; NaN anywhere is an error of infinity."""
-    error = float((out.double() - reference.double()).norm() / reference.double().norm())
-    return error if math.isfinite(error) else math.inf
