@@ -14,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmserve.errors import DocumentError, MMServeError, RequestError
+from mmserve.errors import DocumentError, EngineError, MMServeError, RequestError
+from mmserve.vision.decoded_picture import DecodedPicture
 from mmserve.vision.image_plan import plan_image
 from mmserve.vision.image_source import AUTO_PIXELS, AUTO_TOKENS, ImageSource, PixelLimits
 from mmserve.vision.page_types import Document
@@ -275,6 +276,29 @@ def test_who_leaves_while_a_picture_is_processed_harms_nobody(pool: PreprocessPo
 
     asyncio.run(run())
     assert pool.num_pinned == 0
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 5])
+def test_a_pool_that_is_closed_while_a_picture_is_shared_leaves_nothing_behind(num_turns: int) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    pool = PreprocessPool(PROCESSOR, num_workers=1, capacity_bytes=10_000_000, pixels_on="device")
+
+    async def run() -> None:
+        planned = await pool.plan(DecodedPicture(np.zeros((1000, 1000, 3), np.uint8)), PixelLimits())
+
+        async def hold() -> None:
+            async with pool.hold([planned]):
+                pass
+
+        holder = asyncio.create_task(hold())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        pool.close()
+        with pytest.raises(EngineError, match="closed"):
+            await holder
+
+    asyncio.run(run())
+    assert set(SHARED_MEMORY.iterdir()) <= before
 
 
 async def until(condition: Callable[[], bool]) -> None:
