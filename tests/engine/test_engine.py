@@ -116,14 +116,14 @@ def test_a_step_that_can_run_nothing_is_empty(folder: Path, async_scheduling: bo
         for image in images:
             cache.put(image.content_hash, torch.zeros(image.length, runner.model_config.hidden_size))
 
-    runner.encoder.encode = encode  # type: ignore[method-assign, assignment]
+    runner.encoder.encode = encode  # type: ignore[method-assign]
     engine.scheduler.add(sequence_of("first", [15, ("c", 7)], max_tokens=5))
     for _ in range(6 + async_scheduling):
         engine.step()
     assert not engine.has_work
     engine.scheduler.add(sequence_of("older", [("a", 8), ("a", 9), 6, ("a", 4)], max_tokens=8))
     engine.scheduler.add(sequence_of("newer", [14, ("a", 9)], max_tokens=6))
-    finished = []
+    finished: list[str] = []
     while engine.has_work:
         finished += [output.request_id for output in engine.step().outputs if output.finish_reason]
         check_invariants(engine.scheduler)
