@@ -293,14 +293,16 @@ class Room:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._num_taken -= size_bytes
-            else:
-                self._waiting.remove((size_bytes, turn))
             self._let_in()
             raise
 
     def _let_in(self) -> None:
         while self._waiting:
             size_bytes, turn = self._waiting[0]
+            if turn.cancelled():
+                # Who waited was told to leave, and may not have noticed yet.
+                self._waiting.popleft()
+                continue
             if self._num_taken and self._num_taken + size_bytes > self._capacity_bytes:
                 return
             self._waiting.popleft()

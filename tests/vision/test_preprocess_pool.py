@@ -263,6 +263,30 @@ def test_requests_wait_for_room_in_their_order_and_a_large_one_goes_alone() -> N
     asyncio.run(run())
 
 
+def test_those_who_leave_together_take_no_room_with_them() -> None:
+    async def run() -> None:
+        room = Room(10)
+
+        async def stay() -> None:
+            async with room.taken(10):
+                await asyncio.sleep(60)
+
+        async def pass_through() -> None:
+            async with room.taken(10):
+                pass
+
+        leavers = [asyncio.create_task(stay()) for _ in range(3)]
+        last = asyncio.create_task(pass_through())
+        await asyncio.sleep(0)
+        for leaver in leavers:
+            leaver.cancel()
+        outcomes = await asyncio.gather(*leavers, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+        await asyncio.wait_for(last, 5)
+
+    asyncio.run(run())
+
+
 def test_who_leaves_while_a_picture_is_processed_harms_nobody(pool: PreprocessPool, tmp_path: Path) -> None:
     image = picture(tmp_path, 40, 400, 400)
 
