@@ -62,8 +62,9 @@ class LLM:
         """Stop the engine; calls in flight raise `EngineError`. Closing twice does nothing."""
         if self._loop.is_closed():
             return
-        self._prompts.close()
+        # The engine first: what it still works on needs the pictures.
         self._client.close()
+        self._prompts.close()
         asyncio.run_coroutine_threadsafe(_other_tasks_done(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -127,7 +128,9 @@ def _with_sources(messages: Messages) -> Messages:
 
 
 def _with_source(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"type": "image", "source": DecodedPicture(part["image"])} if "image" in part else part
+    if isinstance(part, Mapping) and "image" in part:
+        return {"type": "image", "source": DecodedPicture(part["image"])}
+    return part
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -18,7 +18,13 @@ class DecodedPicture:
     """
 
     def __init__(self, picture: Image.Image | RGB, name: str = "the picture") -> None:
-        """`name` is what errors call it. Raises `RequestError` for an array of another shape or type."""
+        """`name` is what errors call it. Raises `RequestError` for an array of another shape or type, or neither."""
+        if not isinstance(picture, np.ndarray | Image.Image):
+            raise RequestError(
+                "invalid_request",
+                f"{name} is of type {type(picture).__name__}: give a picture of Pillow's, or uint8 pixels"
+                " [height, width, 3]",
+            )
         if isinstance(picture, np.ndarray) and (
             picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size
         ):

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from mmserve.errors import MMServeError
 from mmserve.vision.decoded_picture import DecodedPicture
 from mmserve.vision.image_plan import ImagePlan
 from mmserve.vision.patches import unlink
 from mmserve.vision.picture_ref import PictureRef, share_picture
+from mmserve.vision.worker_pool import reader_closed
 
 R = TypeVar("R")
 
@@ -43,7 +43,7 @@ class PictureThreads:
 
     def _submit(self, threads: ThreadPoolExecutor, function: Callable[[], R]) -> Future[R]:
         if self._is_closed:
-            raise _closed()
+            raise reader_closed()
         return threads.submit(function)
 
     async def _wait(self, future: Future[R]) -> R:
@@ -52,7 +52,7 @@ class PictureThreads:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_closed and task is not None and not task.cancelling():
-                raise _closed() from None
+                raise reader_closed() from None
             raise
 
 
@@ -60,7 +60,3 @@ def _unlink_shared(future: Future[tuple[PictureRef, ...]]) -> None:
     """Nobody waits for the picture any more."""
     if not future.cancelled() and future.exception() is None:
         unlink(future.result()[0])
-
-
-def _closed() -> MMServeError:
-    return MMServeError("shutting_down", "the page reader is closed")

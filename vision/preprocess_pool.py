@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 from mmserve.config import GIB
 from mmserve.errors import DocumentError, RequestError
+from mmserve.request import PatchesRef
 from mmserve.vision.decoded_picture import DecodedPicture, PictureSource
 from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image, settings_digest
 from mmserve.vision.image_source import ImageSource, PixelLimits
@@ -25,7 +27,7 @@ from mmserve.vision.page_types import PageLimits, PageOptions
 from mmserve.vision.patches import num_bytes, unlink
 from mmserve.vision.picture_threads import PictureThreads
 from mmserve.vision.preprocess_worker import PixelsOn, Processed
-from mmserve.vision.worker_pool import WorkerEntry, WorkerPool
+from mmserve.vision.worker_pool import WorkerEntry, WorkerPool, reader_closed
 
 # The costliest family has 64 tokens for a tile of 512 x 512 pixels, in float32.
 _MOST_BYTES_PER_TOKEN = 3 * 512 * 512 * 4 // 64
@@ -55,6 +57,7 @@ class _Entry:
     task: asyncio.Task[Processed]
     num_pins: int = 0
     size_bytes: int = 0
+    segments: tuple[PatchesRef, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -92,6 +95,9 @@ class PreprocessPool:
         self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._bytes_per_token = 0.0
+        # `close` may run in another thread than the event loop.
+        self._lock = threading.RLock()
+        self._is_closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -133,11 +139,12 @@ class PreprocessPool:
         """
         async with self._room.taken(self._most_bytes(images)):
             digests: list[bytes] = []
+            tasks: list[asyncio.Task[Processed]] = []
             try:
                 for image in images:
-                    digests.append(self.digest(image))
-                    self._pin(digests[-1], image)
-                tasks = [self._entries[digest].task for digest in digests]
+                    digest = self.digest(image)
+                    tasks.append(self._pin(digest, image))
+                    digests.append(digest)
                 # A task that is done may be of an event loop that is closed.
                 if running := [task for task in tasks if not task.done()]:
                     # One task may serve several requests: none of them cancels it.
@@ -153,14 +160,17 @@ class PreprocessPool:
         return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
     def close(self) -> None:
-        """End the processes and give all shared memory back."""
+        """End the processes and give all shared memory back; what is under way ends with `shutting_down`."""
+        with self._lock:
+            self._is_closed = True
         self._workers.close()
         self._threads.close()
         if self.settle is not None and self._entries:
             with contextlib.suppress(TimeoutError):
                 self.settle().result(_SETTLE_SECONDS)
-        while self._entries:
-            _unlink_all(self._entries.popitem()[1])
+        with self._lock:
+            while self._entries:
+                _unlink(self._entries.popitem()[1].segments)
 
     def _entry_point(self) -> WorkerEntry:
         from mmserve.vision.preprocess_worker import start_preprocess_worker
@@ -174,32 +184,42 @@ class PreprocessPool:
         per_token = 1.5 * self._bytes_per_token or _MOST_BYTES_PER_TOKEN
         return int(sum(image.plan.num_tokens for image in images) * per_token)
 
-    def _pin(self, digest: bytes, image: PlannedImage) -> None:
-        known = self._entries.get(digest)
-        if known is None or (known.num_pins == 0 and known.has_failed):
-            task = asyncio.create_task(self._process(digest, image))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._entries[digest] = _Entry(task)
-        self._entries[digest].num_pins += 1
-        self._entries.move_to_end(digest)
+    def _pin(self, digest: bytes, image: PlannedImage) -> asyncio.Task[Processed]:
+        with self._lock:
+            if self._is_closed:
+                raise reader_closed()
+            known = self._entries.get(digest)
+            if known is None or (known.num_pins == 0 and known.has_failed):
+                task = asyncio.create_task(self._process(digest, image))
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+                self._entries[digest] = _Entry(task)
+            self._entries[digest].num_pins += 1
+            self._entries.move_to_end(digest)
+            return self._entries[digest].task
 
     def _release(self, digest: bytes) -> None:
-        entry = self._entries.get(digest)
-        if entry is None:
-            return
-        entry.num_pins -= 1
-        if entry.num_pins == 0 and entry.has_failed:
-            del self._entries[digest]
-        self._make_room()
+        with self._lock:
+            entry = self._entries.get(digest)
+            if entry is None:
+                return
+            entry.num_pins -= 1
+            if entry.num_pins == 0 and entry.has_failed:
+                del self._entries[digest]
+            self._make_room()
 
     async def _process(self, digest: bytes, image: PlannedImage) -> Processed:
         processed = await self._processed(image)
         size = sum(map(num_bytes, processed.segments))
-        self._entries[digest].size_bytes = size
-        self._bytes_per_token = max(self._bytes_per_token, size / processed.plan.num_tokens)
-        self.stats.num_images += 1
-        self.stats.seconds += processed.seconds
-        self._make_room()
+        with self._lock:
+            if self._is_closed:
+                _unlink(processed.segments)
+                raise reader_closed()
+            entry = self._entries[digest]
+            entry.size_bytes, entry.segments = size, processed.segments
+            self._bytes_per_token = max(self._bytes_per_token, size / processed.plan.num_tokens)
+            self.stats.num_images += 1
+            self.stats.seconds += processed.seconds
+            self._make_room()
         return processed
 
     async def _processed(self, image: PlannedImage) -> Processed:
@@ -237,15 +257,14 @@ class PreprocessPool:
 
     def _take_away(self, entry: _Entry) -> None:
         if self.settle is None:
-            _unlink_all(entry)
+            _unlink(entry.segments)
         else:
-            self.settle().add_done_callback(lambda _: _unlink_all(entry))
+            self.settle().add_done_callback(lambda _: _unlink(entry.segments))
 
 
-def _unlink_all(entry: _Entry) -> None:
-    if entry.task.done() and not entry.has_failed:
-        for ref in entry.task.result().segments:
-            unlink(ref)
+def _unlink(segments: Iterable[PatchesRef]) -> None:
+    for ref in segments:
+        unlink(ref)
 
 
 class Room:
@@ -274,14 +293,16 @@ class Room:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._num_taken -= size_bytes
-            else:
-                self._waiting.remove((size_bytes, turn))
             self._let_in()
             raise
 
     def _let_in(self) -> None:
         while self._waiting:
             size_bytes, turn = self._waiting[0]
+            if turn.cancelled():
+                # Who waited was told to leave, and may not have noticed yet.
+                self._waiting.popleft()
+                continue
             if self._num_taken and self._num_taken + size_bytes > self._capacity_bytes:
                 return
             self._waiting.popleft()

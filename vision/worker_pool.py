@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
-from mmserve.errors import DocumentError, MMServeError
+from mmserve.errors import DocumentError, EngineError, MMServeError
 from mmserve.vision.page_types import PageLimits, PageOptions
 
 _MAX_OCR_THREADS = 4
@@ -74,7 +74,7 @@ class WorkerPool:
                 raise self._cancellation() from None
             except Exception as error:
                 if self._is_closed:
-                    raise _closed() from None
+                    raise reader_closed() from None
                 logger.exception("a page worker failed in %s", method)
                 raise DocumentError("corrupt_document", f"the reader failed on it ({type(error).__name__})") from None
         raise failure
@@ -83,7 +83,7 @@ class WorkerPool:
         """What a cancelled call means: the caller's own wish, or that `close` has ended the processes."""
         task = asyncio.current_task()
         if self._is_closed and task is not None and not task.cancelling():
-            return _closed()
+            return reader_closed()
         return asyncio.CancelledError()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class WorkerPool:
     def _schedule(self, method: str, args: tuple[object, ...], timeout: float) -> Any:
         with self._lock:
             if self._is_closed:
-                raise _closed()
+                raise reader_closed()
             if self._pool is None or not self._pool.active:
                 self._pool = self._start()
             future: Any = self._pool.schedule(_call_worker, args=(method, *args), timeout=timeout)
@@ -142,5 +142,6 @@ def _call_worker(method: str, *args: object) -> Any:
     return getattr(_worker, method)(*args)
 
 
-def _closed() -> MMServeError:
-    return MMServeError("shutting_down", "the page reader is closed")
+def reader_closed() -> EngineError:
+    """For what `close` has cut short."""
+    return EngineError("shutting_down", "the page reader is closed")

@@ -63,12 +63,15 @@ class Engine:
         return TokenOutput(request_id, finish_reason="abort") if self.scheduler.abort(request_id) else None
 
     def step(self) -> StepOutput:
-        """Launch a batch, and take the results of the oldest in flight; on a GPU that is the one before."""
+        """Launch a batch, and take the results of the oldest in flight; on a GPU that is the one before.
+
+        There is nothing of both where all that may run sent itself back for want of blocks: the next step goes on.
+        """
         batch = self.scheduler.schedule()
         if batch.sequences:
             self._in_flight.append((batch, self._runner.run(batch)))
-            if len(self._in_flight) <= self._runner.num_steps_ahead:
-                return StepOutput((), self.scheduler.stats())
+        if len(self._in_flight) <= (self._runner.num_steps_ahead if batch.sequences else 0):
+            return StepOutput((), self.scheduler.stats())
         finished, step = self._in_flight.popleft()
         outputs = self.scheduler.update(finished, step.take())
         return StepOutput(tuple(outputs), self.scheduler.stats())

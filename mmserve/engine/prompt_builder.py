@@ -159,7 +159,16 @@ def _image_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list | tuple):
-            yield from (part for part in content if part["type"] == "image")
+            yield from filter(_is_image, content)
+
+
+def _is_image(part: object) -> bool:
+    """Raises `RequestError` for an image part without its picture; what else is wrong with a part the template says."""
+    if not isinstance(part, Mapping) or part.get("type") != "image":
+        return False
+    if "source" not in part:
+        raise RequestError("invalid_request", "a part of type image has no picture", param="messages")
+    return True
 
 
 def _without_sources(message: Message) -> Message:
@@ -167,4 +176,4 @@ def _without_sources(message: Message) -> Message:
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
-    return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
+    return {**message, "content": [{"type": "image"} if _is_image(part) else part for part in content]}

@@ -1,16 +1,20 @@
 """The engine's one step, and what it answers to requests that it cannot serve."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from engine_driver import check_invariants, engine_config, greedy, run_to_end
+from image_load import sequence_of
 from reference_models import VOCAB_SIZE, save_reference_model
 
 from mmserve.engine.engine import Engine
 from mmserve.engine.messages import EngineRequest
 from mmserve.errors import SetupError
-from mmserve.request import SamplingParams
+from mmserve.request import ImageSpan, SamplingParams
 
 NUM_TOKENS = 16
 RANDOM = random.Random(1)
@@ -98,6 +102,33 @@ def test_abort_answers_once(folder: Path) -> None:
     assert not engine.has_work
     check_invariants(engine.scheduler)
     assert engine.scheduler.pool.num_referenced == 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_step_that_can_run_nothing_is_empty(folder: Path, async_scheduling: bool) -> None:
+    """The older request waits for the encoder cache's room that the newer one holds, and that one for its blocks."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 19, "max_encoder_tokens": 8, "encoder_cache_tokens": 11}
+    config = engine_config(folder, num_blocks=11, block_size=4, prefix_caching=False, **limits)
+    engine = Engine(replace(config, async_scheduling=async_scheduling))
+    runner, cache = engine._runner, engine.scheduler.images.cache
+
+    def encode(images: Sequence[ImageSpan]) -> None:
+        for image in images:
+            cache.put(image.content_hash, torch.zeros(image.length, runner.model_config.hidden_size))
+
+    runner.encoder.encode = encode  # type: ignore[method-assign]
+    engine.scheduler.add(sequence_of("first", [15, ("c", 7)], max_tokens=5))
+    for _ in range(6 + async_scheduling):
+        engine.step()
+    assert not engine.has_work
+    engine.scheduler.add(sequence_of("older", [("a", 8), ("a", 9), 6, ("a", 4)], max_tokens=8))
+    engine.scheduler.add(sequence_of("newer", [14, ("a", 9)], max_tokens=6))
+    finished: list[str] = []
+    while engine.has_work:
+        finished += [output.request_id for output in engine.step().outputs if output.finish_reason]
+        check_invariants(engine.scheduler)
+    assert finished == ["older", "newer"]
+    assert engine.scheduler.num_preemptions == 1
 
 
 def test_what_it_says_when_it_is_ready(folder: Path) -> None:

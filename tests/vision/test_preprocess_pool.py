@@ -14,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmserve.errors import DocumentError, MMServeError, RequestError
+from mmserve.errors import DocumentError, EngineError, MMServeError, RequestError
+from mmserve.vision.decoded_picture import DecodedPicture
 from mmserve.vision.image_plan import plan_image
 from mmserve.vision.image_source import AUTO_PIXELS, AUTO_TOKENS, ImageSource, PixelLimits
 from mmserve.vision.page_types import Document
@@ -262,6 +263,30 @@ def test_requests_wait_for_room_in_their_order_and_a_large_one_goes_alone() -> N
     asyncio.run(run())
 
 
+def test_those_who_leave_together_take_no_room_with_them() -> None:
+    async def run() -> None:
+        room = Room(10)
+
+        async def stay() -> None:
+            async with room.taken(10):
+                await asyncio.sleep(60)
+
+        async def pass_through() -> None:
+            async with room.taken(10):
+                pass
+
+        leavers = [asyncio.create_task(stay()) for _ in range(3)]
+        last = asyncio.create_task(pass_through())
+        await asyncio.sleep(0)
+        for leaver in leavers:
+            leaver.cancel()
+        outcomes = await asyncio.gather(*leavers, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+        await asyncio.wait_for(last, 5)
+
+    asyncio.run(run())
+
+
 def test_who_leaves_while_a_picture_is_processed_harms_nobody(pool: PreprocessPool, tmp_path: Path) -> None:
     image = picture(tmp_path, 40, 400, 400)
 
@@ -275,6 +300,29 @@ def test_who_leaves_while_a_picture_is_processed_harms_nobody(pool: PreprocessPo
 
     asyncio.run(run())
     assert pool.num_pinned == 0
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 5])
+def test_a_pool_that_is_closed_while_a_picture_is_shared_leaves_nothing_behind(num_turns: int) -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    pool = PreprocessPool(PROCESSOR, num_workers=1, capacity_bytes=10_000_000, pixels_on="device")
+
+    async def run() -> None:
+        planned = await pool.plan(DecodedPicture(np.zeros((1000, 1000, 3), np.uint8)), PixelLimits())
+
+        async def hold() -> None:
+            async with pool.hold([planned]):
+                pass
+
+        holder = asyncio.create_task(hold())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        pool.close()
+        with pytest.raises(EngineError, match="closed"):
+            await holder
+
+    asyncio.run(run())
+    assert set(SHARED_MEMORY.iterdir()) <= before
 
 
 async def until(condition: Callable[[], bool]) -> None:
