@@ -90,5 +90,5 @@ $(VENV)/.installed: $(VENV)/.torch-installed pyproject.toml
 $(VENV)/.test-installed: $(VENV)/.installed
 	@echo "Installing what the tests need: a moment without output"
 	$(PIP) install --quiet --editable '.[test]'
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet triton==3.6.0
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --quiet --editable '.[interpreter]'
 	@touch $@

@@ -96,6 +96,8 @@ def run_cell(cell: Cell, interpreter: str, folder: Path, pytest_arguments: Seque
     install = [python, "-m", "pip", "install", "--quiet", "--constraint", str(constraints)]
     subprocess.run([*install, *cell.requirements], check=True, cwd=ROOT)
     subprocess.run([*install, *cell.requirements, "--editable", ".[test]"], check=True, cwd=ROOT)
+    if subprocess.run([python, "-c", "import triton"], capture_output=True).returncode:
+        subprocess.run([*install, "--editable", ".[interpreter]"], check=True, cwd=ROOT)
     summary, passed = _run_pytest(python, pytest_arguments)
     return Outcome(cell, _versions(python), summary, passed, time.monotonic() - started)
 
