@@ -235,7 +235,7 @@ def _sample_kernel(
     # A float64 below 1 may have become 1 on its way.
     uniform = tl.where(is_random, tl.minimum(uniform, 1.0 - 2.0**-24), 0.0)
     slope = _LOG2_E / temperature
-    limit = tl.where(is_random, tl.minimum(best - worst, _MAX_LOG_RATIO * temperature), 0.0)
+    limit = tl.where(is_random, tl.minimum(best - worst, temperature * _MAX_LOG_RATIO), 0.0)
     if is_random & ((top_k < vocab_size) | (top_p < 1.0)):
         count, weight = _weigh(p_row, best, slope, limit, vocab_size, BLOCK)
         if top_k < count:
