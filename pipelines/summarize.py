@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 from mmserve.errors import DocumentError, RequestError
 from mmserve.pipelines.answers import Answer, Usage, statements
@@ -26,10 +25,10 @@ from mmserve.pipelines.chunking import PageText, Part, PartPacker
 from mmserve.pipelines.document import DocumentReader, DocumentReading
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import Done, Event, OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded
-from mmserve.pipelines.page_views import Mode, PageViews, sends_pictures
+from mmserve.pipelines.page_views import PageViews, sends_pictures
 from mmserve.pipelines.prompts import Content, Fence, Length, SummaryPrompt
 from mmserve.pipelines.summary import Citation, Summary, answer_warnings
-from mmserve.request import SamplingParams
+from mmserve.pipelines.task_options import TaskOptions
 from mmserve.vision.pages import parse_page_selection
 
 __all__ = ["Citation", "Event", "SummarizeOptions", "Summary", "summarize"]
@@ -47,35 +46,18 @@ _SLACK_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummarizeOptions:
-    """A user's choices, validated at construction (`invalid_request` names the field).
+class SummarizeOptions(TaskOptions):
+    """`length` also decides `max_tokens` by default. `language` is that of the summary, by name, the document's own if
+    None. `prompt` says what to pay attention to."""
 
-    `pages` is a selection such as `1-4,7,10-`. `max_tokens` bounds the answer; by default `length` decides. `language`
-    is that of the summary, by name, the document's own if None. `prompt` says what to pay attention to. `mode` is what
-    the model gets of the pages: their pictures, their text, or with `auto` the best that it takes. `max_pixels` and
-    `min_pixels` hold for each picture of a page.
-    """
-
-    pages: str | None = None
-    max_tokens: int | None = None
     length: Length = "medium"
     language: str | None = None
     prompt: str | None = None
-    temperature: float = 0.0
-    seed: int | None = None
-    mode: Mode = "auto"
-    max_pixels: int | None = None
-    min_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise RequestError("invalid_request", "mode must be auto, vision or text", param="mode")
+        super().__post_init__()
         if self.length not in _MAX_TOKENS:
             raise RequestError("invalid_request", "length must be short, medium or long", param="length")
-        self.sampling(1 if self.max_tokens is None else self.max_tokens)
-
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(max_tokens=max_tokens, temperature=self.temperature, seed=self.seed)
 
 
 async def summarize(

@@ -1,60 +1,28 @@
 """`mmserve summarize`: documents in, summaries with page citations out."""
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, Task, TaskOptions, Worker, run_task
+from mmserve.commands.documents import BatchCommandOptions, TaskOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
-from mmserve.pipelines.batch import Source
-from mmserve.pipelines.events import Event, PageRead, RequestSubmitted
-from mmserve.pipelines.page_views import Mode
+from mmserve.commands.tasks import ReadingOptions, document_task, options_for
 from mmserve.pipelines.prompts import Length
 
-if TYPE_CHECKING:
-    from mmserve.engine.client import EngineClient
-    from mmserve.engine.prompt_builder import PromptBuilder
-    from mmserve.pipelines.summarize import SummarizeOptions
-    from mmserve.vision.pages import PageReader
-
-MAX_NAME_SHOWN = 40
 app = typer.Typer()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummaryOptions:
+class SummaryOptions(ReadingOptions):
     """What the summary is about, and how long it is."""
 
-    pages: Annotated[
-        str | None,
-        typer.Option(metavar="PAGES", help="Only these pages of each document, such as 1-4,7,10- (the first is 1)."),
-    ] = None
-    length: Annotated[Length, typer.Option(help="How much to write.")] = "medium"
+    length: Annotated[Length, typer.Option(help="How much to write; also decides --max-tokens.")] = "medium"
     language: Annotated[
         str | None, typer.Option(help="Language of the summary, such as German; the document's own if not given.")
     ] = None
     prompt: Annotated[str | None, typer.Option(help="What to pay attention to.")] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest answer in tokens; --length decides if not given.")
-    ] = None
-
-    mode: Annotated[
-        Mode,
-        typer.Option(help="What the model gets: pages as pictures, as text, or the best that it takes (auto)."),
-    ] = "auto"
-
-    def to_options(self, max_pages: int) -> "SummarizeOptions":
-        """Raises `RequestError` for what is wrong whatever the document: better before the model is loaded."""
-        from mmserve.pipelines.summarize import SummarizeOptions
-        from mmserve.vision.pages import parse_page_selection
-
-        if self.pages is not None:
-            parse_page_selection(self.pages, max_pages)
-        return SummarizeOptions(**dataclasses.asdict(self))
 
 
 @app.command()
@@ -94,42 +62,5 @@ def summarize(
 
     Exit codes: 0 all done, 1 some failed, 2 wrong usage, 3 model or dependency missing, 130 interrupted.
     """
-    options = summary.to_options(documents.max_pages)
-    task = Task("summarize", repr(options), _starter(options))
-    run_task(paths, task, files, TaskOptions(engine, documents, vision))
-
-
-def _starter(
-    options: "SummarizeOptions",
-) -> "Callable[[EngineClient, PageReader, PromptBuilder, Callable[[str], None]], Worker]":
-    def start(
-        engine: "EngineClient", reader: "PageReader", prompts: "PromptBuilder", tell: Callable[[str], None]
-    ) -> Worker:
-        from mmserve.pipelines.summarize import Summary, summarize
-
-        async def work(source: Source) -> Summary:
-            def on_event(event: Event) -> None:
-                step = describe(event)
-                if step is not None:
-                    tell(f"{source.path.name[:MAX_NAME_SHOWN]}: {step}")
-
-            return await summarize(
-                source.path,
-                name=source.label,
-                engine=engine,
-                prompts=prompts,
-                reader=reader,
-                options=options,
-                on_event=on_event,
-            )
-
-        return work
-
-    return start
-
-
-def describe(event: Event) -> str | None:
-    """What is being done, for the progress bar."""
-    if isinstance(event, PageRead):
-        return f"page {event.num_read} of {event.num_pages}"
-    return "summarising" if isinstance(event, RequestSubmitted) else None
+    options = options_for("summarize", summary, documents.max_pages)
+    run_task(paths, document_task("summarize", options, "summarising"), files, TaskOptions(engine, documents, vision))

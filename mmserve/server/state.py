@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from mmserve.weights.tokenizer import Tokenizer
 
 
+LOCAL_OWNER = "local"
+
+
 class ServedEngine(Protocol):
     """What the server needs of an `EngineClient`; a scripted engine in tests has the same."""
 
@@ -71,6 +74,13 @@ class ServerState:
             num_waiting=lambda: engine.stats.num_requests_waiting,
         )
 
+    def engine_for(self, owner: str) -> ServedEngine:  # noqa: ARG002
+        """The engine as this owner's requests go to it."""
+        return self.engine
+
+    def prompts_for(self, owner: str) -> "PromptBuilder":  # noqa: ARG002
+        return self.prompts
+
     @property
     def model_names(self) -> tuple[str, ...]:
         return self.engine.config.names
@@ -106,6 +116,15 @@ async def get_state(request: Request) -> ServerState:
 
 
 State = Annotated[ServerState, Depends(get_state)]
+
+
+async def get_owner(request: Request) -> str:
+    """Whose request it is: what one owner has sent or asked, no other one can see."""
+    owner: str = getattr(request.state, "owner", LOCAL_OWNER)
+    return owner
+
+
+Owner = Annotated[str, Depends(get_owner)]
 
 
 async def require_ready(state: State) -> None:

@@ -12,7 +12,7 @@ from reportlab.pdfgen import canvas
 from typer.testing import CliRunner, Result
 
 from mmserve import cli
-from mmserve.commands.summarize import describe
+from mmserve.commands.tasks import describe
 from mmserve.pipelines.events import PageRead, PageReport, RequestSubmitted, TextAdded
 
 pytest_plugins = ["cli_fixtures"]
@@ -138,6 +138,6 @@ def test_a_large_folder_needs_no_more_memory_than_a_small_one() -> None:
 
 def test_progress_says_what_is_done() -> None:
     report = PageReport(3, "text_layer", is_blank=False)
-    assert describe(PageRead(report, num_read=3, num_pages=12)) == "page 3 of 12"
-    assert describe(RequestSubmitted("whole", 0, 1, 12)) == "summarising"
-    assert describe(TextAdded("x")) is None
+    assert describe(PageRead(report, num_read=3, num_pages=12), "summarising") == "page 3 of 12"
+    assert describe(RequestSubmitted("whole", 0, 1, 12), "summarising") == "summarising"
+    assert describe(TextAdded("x"), "summarising") is None

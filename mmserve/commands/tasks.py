@@ -1,0 +1,84 @@
+"""What the commands that do something with documents have in common: options on what is read, and how one is done."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmserve.commands.documents import Task, Worker
+from mmserve.pipelines.batch import Source
+from mmserve.pipelines.events import Event, PageRead, RequestSubmitted
+from mmserve.pipelines.page_views import Mode
+
+if TYPE_CHECKING:
+    from mmserve.engine.client import EngineClient
+    from mmserve.engine.prompt_builder import PromptBuilder
+    from mmserve.pipelines.task_options import TaskOptions
+    from mmserve.pipelines.tasks import TaskName, TaskResult
+    from mmserve.vision.pages import PageReader
+
+MAX_NAME_SHOWN = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """Which pages, as what the model gets them, and how much it may write."""
+
+    pages: Annotated[
+        str | None,
+        typer.Option(metavar="PAGES", help="Only these pages of each document, such as 1-4,7,10- (the first is 1)."),
+    ] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer in tokens; the task decides if not given.")
+    ] = None
+    mode: Annotated[
+        Mode,
+        typer.Option(help="What the model gets: pages as pictures, as text, or the best that it takes (auto)."),
+    ] = "auto"
+
+
+def options_for(name: "TaskName", given: ReadingOptions, max_pages: int) -> "TaskOptions":
+    """Raises `RequestError` for what is wrong whatever the document: better before the model is loaded."""
+    from mmserve.pipelines.tasks import TASKS
+    from mmserve.vision.pages import parse_page_selection
+
+    if given.pages is not None:
+        parse_page_selection(given.pages, max_pages)
+    return TASKS[name].options(dataclasses.asdict(given))
+
+
+def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
+    """`doing` is what the progress bar says while the model writes, such as `summarising`."""
+
+    def start(
+        engine: "EngineClient", reader: "PageReader", prompts: "PromptBuilder", tell: Callable[[str], None]
+    ) -> Worker:
+        from mmserve.pipelines.tasks import TASKS
+
+        async def work(source: Source) -> "TaskResult":
+            def on_event(event: Event) -> None:
+                step = describe(event, doing)
+                if step is not None:
+                    tell(f"{source.path.name[:MAX_NAME_SHOWN]}: {step}")
+
+            return await TASKS[name].run(
+                source.path,
+                name=source.label,
+                engine=engine,
+                prompts=prompts,
+                reader=reader,
+                options=options,
+                on_event=on_event,
+            )
+
+        return work
+
+    return Task(name, repr(options), start)
+
+
+def describe(event: Event, doing: str) -> str | None:
+    if isinstance(event, PageRead):
+        return f"page {event.num_read} of {event.num_pages}"
+    return doing if isinstance(event, RequestSubmitted) else None
