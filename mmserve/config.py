@@ -9,6 +9,7 @@ from mmserve.errors import RequestError, SetupError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+QuantizationName = Literal["auto", "awq", "gptq", "fp8", "compressed-tensors"]
 VisionAttentionName = Literal["auto", "torch", "triton", "xformers"]
 PixelsOnName = Literal["auto", "worker", "device"]
 GIB = 1024**3
@@ -277,6 +278,7 @@ class VisionConfig:
 class EngineConfig:
     """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread.
 
+    `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision.
     `async_scheduling` prepares a step while the one before it runs; None does so on a GPU. `enforce_eager` does without
     CUDA graphs.
     """
@@ -285,6 +287,7 @@ class EngineConfig:
     served_model_name: tuple[str, ...] = ()
     dtype: DTypeName = "auto"
     load_format: LoadFormat = "auto"
+    quantization: QuantizationName = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     seed: int = 0

@@ -174,6 +174,9 @@ class MemoryCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._weights)
 
+    def has(self, name: str) -> bool:
+        return name in self._weights
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         if name not in self._weights:
             raise missing_weight(name)

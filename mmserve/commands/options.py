@@ -27,6 +27,7 @@ from mmserve.config import (
     EngineConfig,
     LoadFormat,
     PixelsOnName,
+    QuantizationName,
     SchedulerConfig,
     VisionAttentionName,
     VisionConfig,
@@ -69,6 +70,12 @@ class EngineOptions:
     ] = None
     load_format: Annotated[
         LoadFormat, _engine(help="Kind of weights; dummy means random ones of the right shape, for speed runs.")
+    ] = "auto"
+    quantization: Annotated[
+        QuantizationName,
+        _engine(
+            help="How weights are held: auto is as the checkpoint has them; fp8 also makes them of full precision."
+        ),
     ] = "auto"
     dtype: Annotated[DTypeName, _engine(help="Number format of the weights and activations.")] = "auto"
     device: Annotated[str, _engine(help="auto, cpu, cuda or cuda:N.")] = "auto"
@@ -137,6 +144,7 @@ class EngineOptions:
             served_model_name=tuple(self.served_model_name or ()),
             dtype=self.dtype,
             load_format=self.load_format,
+            quantization=self.quantization,
             device=self.device,
             max_model_len=self.max_model_len,
             seed=self.seed,

@@ -79,7 +79,9 @@ class EngineClient:
     @classmethod
     def start(cls, config: EngineConfig) -> "EngineClient":
         """Find the model, read its tokenizer, start the engine; it loads while this returns. Raises `SetupError`."""
-        checkpoint = open_checkpoint(config.model, load_format=config.load_format, seed=config.seed)
+        checkpoint = open_checkpoint(
+            config.model, load_format=config.load_format, quantization=config.quantization, seed=config.seed
+        )
         model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         tokenizer = checkpoint.tokenizer()
         return cls(config, tokenizer, model_config, load_processor(checkpoint, tokenizer))

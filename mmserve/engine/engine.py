@@ -19,7 +19,11 @@ class Engine:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
         """Load and warm up. Raises `SetupError`."""
         checkpoint = checkpoint or open_checkpoint(
-            config.model, load_format=config.load_format, seed=config.seed, device=choose_device(config.device)
+            config.model,
+            load_format=config.load_format,
+            quantization=config.quantization,
+            seed=config.seed,
+            device=choose_device(config.device),
         )
         encoder_cache = EncoderCache(config.scheduler.encoder_cache_tokens)
         self._runner = ModelRunner(config, checkpoint, encoder_cache)

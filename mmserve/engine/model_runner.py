@@ -22,6 +22,7 @@ from mmserve.kernels.transfer import to_device
 from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
 from mmserve.models.registry import model_class
+from mmserve.quantization.registry import choose_scheme
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.vision.pixel_loader import PixelLoader
 from mmserve.vision.preprocess import load_processor
@@ -65,7 +66,8 @@ class ModelRunner:
         self._config = config
         self._attention = self._attention_backend()
         reader = WeightReader(checkpoint)
-        loader = LayerLoader(reader, self.dtype, self.device, config.vision.attention)
+        scheme = choose_scheme(checkpoint.config, config.quantization)
+        loader = LayerLoader(reader, self.dtype, self.device, config.vision.attention, scheme)
         self._model = model_class(self.model_config.architecture)(loader, self.model_config, self._attention)
         reader.finish()
         pixels = PixelLoader(load_processor(checkpoint), self.device)

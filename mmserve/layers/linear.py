@@ -1,15 +1,8 @@
 """Linear layers over whatever form their weight is held in."""
 
-from typing import Protocol
-
 import torch
 
-
-class LinearWeight(Protocol):
-    """A matrix `[out, in]` in some precision and layout."""
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x `[T, in]` -> `[T, out]`."""
+from mmserve.quantization.scheme import LinearWeight
 
 
 class Linear:

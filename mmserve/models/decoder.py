@@ -11,6 +11,7 @@ import torch
 from mmserve.attention.base import AttentionBackend, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
+from mmserve.layers.linear import Linear
 from mmserve.quantization.dense import dense_weight
 from mmserve.weights.layer_loader import LayerLoader
 
@@ -70,8 +71,11 @@ class Decoder:
         self._embedding = loader.tensor("model.embed_tokens.weight", shape)
         self._layers = [DecoderLayer(loader, f"model.layers.{i}", config, i) for i in range(config.num_layers)]
         self._norm = loader.norm("model.norm", config.hidden_size, config.rms_norm_eps)
-        head = self._embedding if config.tie_word_embeddings else loader.tensor("lm_head.weight", shape)
-        self._head = dense_weight(head)
+        self._head = (
+            Linear(dense_weight(self._embedding))
+            if config.tie_word_embeddings
+            else loader.linear(["lm_head"], config.hidden_size, (config.vocab_size,), bias=False)
+        )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids `[T]` -> `[T, hidden]`."""
@@ -91,4 +95,4 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[N, hidden]` -> `[N, vocab]`."""
-        return self._head.apply(self._norm(hidden), None)
+        return self._head(self._norm(hidden))

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mmserve.config import LoadFormat
+from mmserve.config import LoadFormat, QuantizationName
 from mmserve.errors import SetupError
 from mmserve.weights import hub
 from mmserve.weights.shapes import find_shape, is_shape
@@ -41,6 +41,9 @@ class Checkpoint(Protocol):
     def names(self) -> frozenset[str]:
         """Hugging Face parameter names; empty where tensors are made up on demand."""
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """In the file's own dtype (float32 where it was quantised). `SetupError` if absent or not of `shape`."""
 
@@ -49,14 +52,21 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(
-    model: str, *, load_format: LoadFormat = "auto", seed: int = 0, device: torch.device | str = "cpu"
+    model: str,
+    *,
+    load_format: LoadFormat = "auto",
+    quantization: QuantizationName = "auto",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Checkpoint:
-    """Find `model` (built-in name, folder, file, hub id, shape) and open it. `seed` and `device` are for dummy weights.
+    """Find `model` (built-in name, folder, file, hub id, shape) and open it.
+
+    `seed` and `device` are for dummy weights, and so is `quantization`: other weights are as they are stored.
 
     Raises `SetupError` (`model_unavailable`) that says what to do.
     """
     if is_shape(model):
-        return _open_shape(model, load_format, seed, device)
+        return _open_shape(model, load_format, quantization, seed, device)
     if load_format == "dummy":
         return _open_dummy(hub.resolve(model, with_weights=False), seed, device)
     path = hub.resolve(model)
@@ -77,14 +87,16 @@ def _open_files(path: Path) -> Checkpoint:
     return SafetensorsCheckpoint(path)
 
 
-def _open_shape(model: str, load_format: LoadFormat, seed: int, device: torch.device | str) -> Checkpoint:
+def _open_shape(
+    model: str, load_format: LoadFormat, quantization: QuantizationName, seed: int, device: torch.device | str
+) -> Checkpoint:
     shape = find_shape(model)
     if load_format != "dummy":
         raise SetupError("model_unavailable", f"{model} has no weights: add --load-format dummy to make them up")
-    from mmserve.weights.dummy import DummyCheckpoint, shape_tokenizer
+    from mmserve.weights.dummy import DummyCheckpoint, shape_tokenizer, stored_as
 
     return DummyCheckpoint(
-        dict(shape.config),
+        {**shape.config, **stored_as(quantization)},
         {},
         lambda: shape_tokenizer(shape),
         dict(shape.processor_config),

@@ -10,6 +10,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
+from mmserve.config import QuantizationName
 from mmserve.errors import SetupError
 from mmserve.weights.checkpoint import QuantizedTensor
 from mmserve.weights.shapes import PLAIN_TEMPLATE, Shape
@@ -19,6 +20,19 @@ from mmserve.weights.tokenizer import Tokenizer
 _STANDARD_DEVIATION = 0.02
 # Tensors are cut from one pool of random numbers (64 MiB in bfloat16): drawing 7 billion of them takes minutes.
 _POOL_SIZE = 1 << 25
+_INT4_SCALE = 0.005
+# By the method's name: how tensors end that a quantized matrix has.
+_STORED_PARTS: Mapping[str | None, tuple[str, ...]] = {
+    "awq": (".qweight", ".qzeros", ".scales"),
+    "gptq": (".qweight", ".qzeros", ".scales"),
+}
+
+
+def stored_as(quantization: QuantizationName) -> dict[str, Any]:
+    """What a `config.json` has in addition, where its weights are stored in groups of 128 with four bits each."""
+    if quantization not in _STORED_PARTS:
+        return {}
+    return {"quantization_config": {"quant_method": quantization, "bits": 4, "group_size": 128}}
 
 
 class DummyCheckpoint:
@@ -49,12 +63,25 @@ class DummyCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset()
 
+    def has(self, name: str) -> bool:
+        method = self.config.get("quantization_config", {}).get("quant_method")
+        return name.startswith("model.layers.") and name.endswith(_STORED_PARTS.get(method, ()))
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        if name.endswith(".weight_scale"):
+            return torch.full(shape or (1,), _STANDARD_DEVIATION, device=self._device)
         if shape is None:
             raise SetupError("model_unavailable", f"dummy weights need to be told the shape of {name}")
         # A vector that scales is a norm's gain.
         if len(shape) == 1 and name.endswith(".weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
+        if name.endswith(".scales"):
+            return torch.full(shape, _INT4_SCALE, dtype=torch.float16, device=self._device)
+        if name.endswith((".qweight", ".qzeros")):
+            # Zero points in the middle: weights of both signs.
+            zeros = name.endswith(".qzeros")
+            words = (torch.full(shape, 0x77777777) if zeros else torch.randint(-(2**31), 2**31, shape)).to(torch.int32)
+            return words.to(self._device)
         return self._from_pool(name, shape)
 
     def quantized(self, name: str) -> QuantizedTensor | None:  # noqa: ARG002

@@ -60,6 +60,9 @@ class GGUFCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         info = self._tensors.get(name)
         if info is None:

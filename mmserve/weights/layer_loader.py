@@ -8,10 +8,12 @@ import torch
 
 from mmserve.config import VisionAttentionName
 from mmserve.layers.kernel_set import KernelSet, kernel_set
-from mmserve.layers.linear import Linear, LinearWeight
+from mmserve.layers.linear import Linear
 from mmserve.layers.norm import LayerNorm, RMSNorm
 from mmserve.quantization.dense import dense_weight
-from mmserve.quantization.gguf import PackedInt4Weight, can_pack_int4
+from mmserve.quantization.gguf import grouped_ints, is_grouped
+from mmserve.quantization.grouped import grouped_weight
+from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, QuantizationScheme
 from mmserve.weights.loader import WeightReader
 
 
@@ -23,6 +25,7 @@ class LayerLoader:
     dtype: torch.dtype
     device: torch.device
     vision_attention: VisionAttentionName = "auto"
+    scheme: QuantizationScheme | None = None
 
     @cached_property
     def kernels(self) -> KernelSet:
@@ -48,10 +51,14 @@ class LayerLoader:
         return Linear(weight, torch.cat(biases))
 
     def _weight(self, names: Sequence[str], in_features: int, out_features: Sequence[int]) -> LinearWeight:
+        placement = Placement(self.dtype, self.device)
+        if self.scheme is not None:
+            spec = LinearSpec(tuple(names), in_features, tuple(out_features))
+            quantized = self.scheme.load(spec, self.reader, placement)
+            if quantized is not None:
+                return quantized
         shapes = {f"{name}.weight": (size, in_features) for name, size in zip(names, out_features, strict=True)}
-        dense = torch.cat([self.tensor(name, shape) for name, shape in shapes.items()])
         blocks = [self.reader.take_quantized(name, shape) for name, shape in shapes.items()]
-        kinds = {block.type if block else "" for block in blocks}
-        if len(kinds) == 1 and can_pack_int4(kind := kinds.pop(), self.dtype, self.device, sum(out_features)):
-            return PackedInt4Weight(torch.cat([block.data for block in blocks if block]), kind, dense)
-        return dense_weight(dense)
+        if all(block is not None and is_grouped(block.type) for block in blocks):
+            return grouped_weight([grouped_ints(block.data, block.type) for block in blocks if block], placement)
+        return dense_weight(torch.cat([self.tensor(name, shape) for name, shape in shapes.items()]))

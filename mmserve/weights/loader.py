@@ -35,6 +35,18 @@ class WeightReader:
         self._taken.add(name)
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
 
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(name)
+
+    def take_any(self, name: str) -> torch.Tensor:
+        """As `take`, of whatever shape it is stored in."""
+        self._taken.add(name)
+        return self._checkpoint.tensor(name)
+
+    def ignore(self, name: str) -> None:
+        """The checkpoint may have it, and it says nothing that is not known."""
+        self._taken.add(name)
+
     def take_quantized(self, name: str, shape: tuple[int, int]) -> QuantizedTensor | None:
         """The packed blocks of `name`, or None where it is stored unquantised (then use `take`)."""
         packed = self._checkpoint.quantized(name)

@@ -41,6 +41,9 @@ class SafetensorsCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
 
+    def has(self, name: str) -> bool:
+        return name in self._places
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         if name not in self._places:
             raise missing_weight(name)

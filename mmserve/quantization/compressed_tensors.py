@@ -1,0 +1,98 @@
+"""Checkpoints of the `compressed-tensors` format: W4A16 and its kin, W8A8 in FP8 and in INT8.
+
+`pack-quantized`: `weight_packed` int32 `[out, in * bits / 32]` of `number + 2 ** (bits - 1)`, `weight_scale`
+`[out, groups]`, `weight_zero_point` int32 `[out * bits / 32, groups]` packed likewise, `weight_g_idx` int32 `[in]`.
+`float-quantized`, `int-quantized`, `naive-quantized`: `weight` `[out, in]`, `weight_scale` one or `[out, 1]`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mmserve.errors import SetupError
+from mmserve.quantization.bits import num_words, unpack
+from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, stacked
+from mmserve.quantization.fp8 import flexible_scales
+from mmserve.quantization.gptq import columns_by_group
+from mmserve.quantization.grouped import GroupedInts, grouped_weight
+from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, TensorSource
+
+
+class CompressedTensorsScheme:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config` is the checkpoint's `quantization_config`. Raises `SetupError` for a layout that is not served."""
+        self._groups = [_Group(group, config.get("format")) for group in config.get("config_groups", {}).values()]
+        if not self._groups:
+            raise SetupError("model_unavailable", "the checkpoint's quantization_config has no config_groups")
+
+    def load(self, spec: LinearSpec, source: TensorSource, placement: Placement) -> LinearWeight | None:
+        name = spec.names[0]
+        if not source.has(f"{name}.weight_scale"):
+            return None
+        group = next((group for group in self._groups if group.names(name)), self._groups[0])
+        sizes = list(zip(spec.names, spec.out_features, strict=True))
+        if source.has(f"{name}.weight_packed"):
+            return grouped_weight([group.ints(one, spec.in_features, size, source) for one, size in sizes], placement)
+        return eight_bit_weight(
+            stacked([group.matrix(one, spec.in_features, size, source) for one, size in sizes]), placement
+        )
+
+
+class _Group:
+    """The layers of a checkpoint that are quantized alike."""
+
+    def __init__(self, group: Mapping[str, Any], stored: str | None) -> None:
+        weights, inputs = group["weights"], group.get("input_activations") or {}
+        self._targets = tuple(map(str, group.get("targets", ())))
+        self._bits = int(weights["num_bits"])
+        self._kind = str(weights.get("type", "int"))
+        self._is_symmetric = bool(weights.get("symmetric", True))
+        self._group_size = weights.get("group_size") or -1
+        self._quantizes_input = bool(inputs)
+        self._is_static = bool(inputs) and not inputs.get("dynamic", False)
+        strategy = weights.get("strategy", "group" if self._group_size > 0 else "channel")
+        is_eight_bit = self._bits == 8 and strategy in ("tensor", "channel")
+        is_grouped = self._kind == "int" and self._bits in (2, 3, 4, 8) and strategy in ("group", "channel")
+        symmetric_inputs = inputs.get("symmetric", True)
+        if not (is_eight_bit or is_grouped) or not symmetric_inputs or (inputs and self._bits != 8):
+            raise SetupError(
+                "model_unavailable",
+                f"compressed-tensors weights of {self._bits} bits ({self._kind}, {strategy}, format {stored}) with"
+                " these activations are not served: W4A16, W8A16, and W8A8 in FP8 and INT8 are",
+            )
+
+    def names(self, module: str) -> bool:
+        """Whether a target means this module: its class, its name or the end of it, or a pattern after `re:`."""
+        for target in self._targets:
+            if target == "Linear" or module.endswith(target):
+                return True
+            if target.startswith("re:") and re.match(target[3:], module):
+                return True
+        return False
+
+    def ints(self, name: str, in_features: int, out_features: int, source: TensorSource) -> GroupedInts:
+        group_size = in_features if self._group_size == -1 else self._group_size
+        num_groups = in_features // group_size
+        source.ignore(f"{name}.weight_shape")
+        words = source.take(f"{name}.weight_packed", (out_features, num_words(in_features, self._bits)))
+        scales = source.take(f"{name}.weight_scale", (out_features, num_groups))
+        zeros = torch.full(scales.shape, float(1 << (self._bits - 1)), device=scales.device)
+        if not self._is_symmetric:
+            packed = source.take(f"{name}.weight_zero_point", (num_words(out_features, self._bits), num_groups))
+            zeros = unpack(packed.T.contiguous(), self._bits, out_features).T.float().contiguous()
+        numbers = unpack(words, self._bits, in_features)
+        order = None
+        if source.has(f"{name}.weight_g_idx"):
+            order = columns_by_group(source.take(f"{name}.weight_g_idx", (in_features,)), group_size, name)
+            numbers = numbers if order is None else numbers.index_select(1, order)
+        return GroupedInts.with_zeros(numbers, scales, zeros, bits=self._bits, group_size=group_size, order=order)
+
+    def matrix(self, name: str, in_features: int, out_features: int, source: TensorSource) -> EightBitMatrix:
+        numbers = source.take(f"{name}.weight", (out_features, in_features))
+        source.ignore(f"{name}.weight_zero_point")
+        input_scale = source.take_any(f"{name}.input_scale").float().max() if self._is_static else None
+        scales = flexible_scales(source, f"{name}.weight_scale", out_features)
+        dtype = FP8 if self._kind == "float" else torch.int8
+        return EightBitMatrix(numbers.to(dtype), scales, input_scale, self._quantizes_input)
