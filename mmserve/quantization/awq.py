@@ -11,7 +11,8 @@ import torch
 
 from mmserve.errors import SetupError
 from mmserve.quantization.bits import unpack_in_order
-from mmserve.quantization.grouped import GroupedInts, grouped_weight
+from mmserve.quantization.grouped import grouped_weight
+from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, TensorSource
 
 # The nibble of a word in which each of its eight columns stands.

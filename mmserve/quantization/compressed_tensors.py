@@ -16,7 +16,8 @@ from mmserve.quantization.bits import num_words, unpack
 from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, stacked
 from mmserve.quantization.fp8 import flexible_scales
 from mmserve.quantization.gptq import columns_by_group
-from mmserve.quantization.grouped import GroupedInts, grouped_weight
+from mmserve.quantization.grouped import grouped_weight
+from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, TensorSource
 
 

@@ -67,7 +67,32 @@ def eight_bit_weight(matrix: EightBitMatrix, placement: Placement) -> LinearWeig
         scales=matrix.scales.to(placement.device, torch.float32),
         input_scale=None if matrix.input_scale is None else matrix.input_scale.to(placement.device, torch.float32),
     )
+    if placement.device.type == "cuda" and moved.numbers.dtype is FP8 and moved.quantizes_input:
+        return GpuFp8Weight(moved)
     return EightBitWeight(moved)
+
+
+class GpuFp8Weight:
+    """The card's own product of FP8 numbers (PyTorch's `_scaled_mm`, scales by row and column)."""
+
+    def __init__(self, matrix: EightBitMatrix) -> None:
+        from mmserve.kernels.quantize_rows import quantize_rows
+
+        self._quantize_rows = quantize_rows
+        self._numbers = matrix.numbers.contiguous()
+        self._scales = matrix.scales.T.contiguous()
+        self._input_scale = matrix.input_scale
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._input_scale is None:
+            numbers, scales = self._quantize_rows(x)
+        else:
+            scales = self._input_scale.expand(x.shape[0])[:, None].contiguous()
+            numbers = to_numbers(x, scales, "fp8")
+        out: torch.Tensor = torch._scaled_mm(
+            numbers, self._numbers.T, scale_a=scales, scale_b=self._scales, out_dtype=x.dtype, use_fast_accum=True
+        )
+        return out if bias is None else out + bias
 
 
 class EightBitWeight:

@@ -5,7 +5,7 @@ Format: llama.cpp's `ggml-common.h`. Q4_0 is `d * (q - 8)`, Q4_1 is `d * q + m`,
 
 import torch
 
-from mmserve.quantization.grouped import GroupedInts
+from mmserve.quantization.grouped_ints import GroupedInts
 
 BLOCK = 32
 _HEADER_BYTES = {"Q4_0": 2, "Q4_1": 4}

@@ -12,7 +12,8 @@ import torch
 
 from mmserve.errors import SetupError
 from mmserve.quantization.bits import unpack
-from mmserve.quantization.grouped import GroupedInts, grouped_weight
+from mmserve.quantization.grouped import grouped_weight
+from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, TensorSource
 
 _BITS = (2, 3, 4, 8)

@@ -1,11 +1,13 @@
-"""Whole numbers with a scale and a zero point for each group of columns: what AWQ, GPTQ and others come down to."""
+"""The forms in which grouped numbers are held and multiplied."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from mmserve.quantization.dense import HAS_ONEDNN, PrepackedWeight, dense_weight
+from mmserve.quantization.gpu_int4 import GpuInt4Weight, can_pack_for_gpu
+from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.scheme import LinearWeight, Placement, StackedWeights
 
 # What PyTorch's packed product takes.
@@ -13,57 +15,6 @@ CPU_GROUP_SIZES = (32, 64, 128, 256)
 # The packed product works on four rows at a time. All of SmolLM2's layers for 1, 4, 5 and 16 rows: 1.9, 3.0, 5.5 and
 # 13.1 ms packed; 5.2, 6.1, 5.2 and 7.8 ms as prepacked bf16 (2 cores of an EPYC 9005).
 MAX_PACKED_ROWS = 4
-
-
-@dataclass(frozen=True)
-class GroupedInts:
-    """`weight[o, i] = numbers[o, i] * scales[o, g] + offsets[o, g]`, g being i // group_size.
-
-    `numbers` uint8 `[out, in]` below `2 ** bits`, `scales` and `offsets` float32 `[out, in / group_size]`. With `order`
-    int64 `[in]`, column i of `numbers` is for column `order[i]` of the input.
-    """
-
-    numbers: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor
-    bits: int
-    group_size: int
-    order: torch.Tensor | None = None
-
-    @classmethod
-    def with_zeros(
-        cls,
-        numbers: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor,
-        *,
-        bits: int,
-        group_size: int,
-        order: torch.Tensor | None = None,
-    ) -> "GroupedInts":
-        """Of `(numbers - zeros) * scales`; `scales` and `zeros` `[out, in / group_size]` of any precision."""
-        scales = scales.float()
-        return cls(numbers, scales, -zeros.float() * scales, bits, group_size, order)
-
-    @property
-    def out_features(self) -> int:
-        return self.numbers.shape[0]
-
-    def dequantized(self) -> torch.Tensor:
-        """float32 `[out, in]`, columns as the input has them."""
-        out_features, in_features = self.numbers.shape
-        grouped = self.numbers.view(out_features, -1, self.group_size).float()
-        weight = (grouped * self.scales[:, :, None] + self.offsets[:, :, None]).view(out_features, in_features)
-        if self.order is None:
-            return weight
-        return torch.empty_like(weight).index_copy_(1, self.order, weight)
-
-    def is_like(self, other: "GroupedInts") -> bool:
-        """Whether both can be rows of one matrix."""
-        same_order = self.order is other.order is None or (
-            self.order is not None and other.order is not None and torch.equal(self.order, other.order)
-        )
-        return (self.bits, self.group_size) == (other.bits, other.group_size) and same_order
 
 
 def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> LinearWeight:
@@ -78,7 +29,13 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
     )
     if can_pack_for_cpu(stacked, placement):
         return _in_order(CpuInt4Weight(stacked), stacked.order)
+    if can_pack_for_gpu(stacked, placement):
+        return _in_order(GpuInt4Weight(stacked, placement), _moved(stacked.order, placement))
     return dense_weight(stacked.dequantized().to(placement.device, placement.dtype))
+
+
+def _moved(order: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
+    return None if order is None else order.to(placement.device)
 
 
 def can_pack_for_cpu(ints: GroupedInts, placement: Placement) -> bool:

@@ -77,6 +77,6 @@ def test_rows_as_fp8(dtype: torch.dtype, num_rows: int, size: int) -> None:
     assert numbers.dtype is torch.float8_e4m3fn
     if num_rows:
         # The interpreter cuts off where a card rounds.
-        tolerance = 0.04 if DEVICE.type == "cuda" else 0.08
+        tolerance = 0.04 if DEVICE.type == "cuda" else 0.12
         assert relative_error(numbers.float() * scales, x.float()) < tolerance
         assert relative_error(numbers.float(), expected.float()) < tolerance
