@@ -20,6 +20,8 @@ TILE_WORDS = 16
 _NIBBLES = 8
 # What numbers are counted from, so that most offsets vanish and bfloat16 sums stay small.
 MIDDLE = 8
+# Rows of the matrix a program, and tiles at once, of the kernel for one row.
+ROW_BLOCK, ROW_TILES = 16, 4
 
 
 def tile_int4(numbers: torch.Tensor) -> torch.Tensor:
@@ -45,25 +47,25 @@ class _Tiling:
 def tiling(num_rows: int, n: int, k: int) -> _Tiling:
     """For x of `num_rows`: few rows are bound by memory, and need all of the card's processors at work."""
     num_tiles = triton.cdiv(k, TILE_COLUMNS)
-    if num_rows <= 16:
-        splits = max(1, min(num_tiles // 4, 528 // max(triton.cdiv(n, 64), 1)))
-        return _Tiling(64, 16, splits, 4, 4)
     if num_rows <= 64:
-        splits = max(1, min(num_tiles // 8, 264 // max(triton.cdiv(n, 64) * triton.cdiv(num_rows, 64), 1)))
-        return _Tiling(64, 32 if num_rows <= 32 else 64, splits, 4, 4)
+        block_m = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+        splits = max(1, min(num_tiles // 4, 528 // max(triton.cdiv(n, 64), 1)))
+        return _Tiling(64, block_m, splits, 4, 4)
     return _Tiling(128, 128, 1, 8, 3)
 
 
 @triton.jit
 def _numbers(b_words, J: tl.constexpr, DTYPE: tl.constexpr):
-    """Nibble J of words as numbers from -8 to 7."""
+    """Nibble J of words as numbers from -8 to 7.
+
+    They become the last bits of the mantissa of a power of two, which needs no conversion.
+    """
     b_nibbles = (b_words >> (4 * J)) & 0xF
     if tl.bfloat16 == DTYPE:
-        # 0x4300 is 128 with the last bits of the mantissa free for the number: no conversion is needed.
         return (b_nibbles | 0x4300).to(tl.uint16).to(tl.bfloat16, bitcast=True) - 136.0
     if tl.float16 == DTYPE:
         return (b_nibbles | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1032.0
-    return b_nibbles.to(DTYPE) - 8.0
+    return (b_nibbles | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -72,6 +74,7 @@ def _int4_matmul_kernel(
     words,
     scales,
     offsets,
+    sums,
     out,
     M,
     N,
@@ -79,7 +82,6 @@ def _int4_matmul_kernel(
     x_stride,
     TILES_A_SPLIT,
     GROUP: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -91,36 +93,79 @@ def _int4_matmul_kernel(
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_words = tl.arange(0, 16)
     m_n, m_m = o_n < N, o_m < M
-    num_tiles = tl.cdiv(K, 128)
     first = i_split * TILES_A_SPLIT
-    last = tl.minimum(first + TILES_A_SPLIT, num_tiles)
+    last = tl.minimum(first + TILES_A_SPLIT, tl.cdiv(K, 128))
     p_x = x + o_m[None, :].to(tl.int64) * x_stride + o_words[:, None]
     b_out = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for i_tile in range(first, last):
         p_words = words + (i_tile * N + o_n[:, None]) * 16 + o_words[None, :]
         b_words = tl.load(p_words, mask=m_n[:, None], other=0)
         b_group = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         for j in tl.static_range(8):
             o_k = i_tile * 128 + j * 16 + o_words
             # [16, BLOCK_M]
             b_x = tl.load(p_x + i_tile * 128 + j * 16, mask=(o_k < K)[:, None] & m_m[None, :], other=0.0)
             b_group = tl.dot(_numbers(b_words, j, x.dtype.element_ty), b_x, b_group, input_precision="ieee")
-            if HAS_OFFSETS:
-                b_sum += tl.sum(b_x.to(tl.float32), axis=0)
             if (j + 1) * 16 % GROUP == 0 or j == 7:
                 i_group = (i_tile * 128 + j * 16) // GROUP
                 # The last tile may reach beyond the last group.
                 m_group = m_n & (i_tile * 128 + j * 16 // GROUP * GROUP < K)
                 b_scale = tl.load(scales + i_group * N + o_n, mask=m_group, other=0.0).to(tl.float32)
                 b_out += b_group * b_scale[:, None]
-                if HAS_OFFSETS:
-                    b_offset = tl.load(offsets + i_group * N + o_n, mask=m_group, other=0.0).to(tl.float32)
-                    b_out += b_offset[:, None] * b_sum[None, :]
                 b_group = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-                b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+                # A group of several tiles has one offset, counted with its last tile.
+                if offsets is not None:
+                    ends = ((i_tile * 128 + j * 16 + 16) % GROUP == 0) | (i_tile * 128 + j * 16 + 16 >= K)
+                    m_offset = m_group & ends
+                    b_offset = tl.load(offsets + i_group * N + o_n, mask=m_offset, other=0.0).to(tl.float32)
+                    b_sum = tl.load(sums + i_group * M + o_m, mask=m_m & ends, other=0.0)
+                    b_out += b_offset[:, None] * b_sum[None, :]
     p_out = out + (i_split.to(tl.int64) * M + o_m[None, :]) * N + o_n[:, None]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_n[:, None] & m_m[None, :])
+
+
+@triton.jit
+def _int4_row_kernel(
+    x, words, scales, offsets, out, N, K, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr
+):
+    """One row of x. Each thread keeps sums of its own words, which are added up at the end; `[N]` in x's dtype."""
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_words = tl.arange(0, TILES * 16)
+    m_n = o_n < N
+    b_out = tl.zeros([BLOCK_N, TILES * 16], dtype=tl.float32)
+    for i_first in range(0, tl.cdiv(K, 128), TILES):
+        o_tiles = i_first + o_words // 16
+        p_words = words + (o_tiles[None, :] * N + o_n[:, None]) * 16 + (o_words % 16)[None, :]
+        m_words = m_n[:, None] & (o_tiles * 128 < K)[None, :]
+        b_words = tl.load(p_words, mask=m_words, other=0)
+        b_group = tl.zeros([BLOCK_N, TILES * 16], dtype=tl.float32)
+        b_sum = tl.zeros([TILES * 16], dtype=tl.float32)
+        for j in tl.static_range(8):
+            o_k = o_tiles * 128 + j * 16 + o_words % 16
+            b_x = tl.load(x + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+            b_group += _numbers(b_words, j, tl.float32) * b_x[None, :]
+            b_sum += b_x
+            if (j + 1) * 16 % GROUP == 0 or j == 7:
+                o_groups = (o_tiles * 128 + j * 16) // GROUP
+                m_groups = m_n[:, None] & (o_tiles * 128 + j * 16 // GROUP * GROUP < K)[None, :]
+                p_scales = o_groups[None, :] * N + o_n[:, None]
+                b_out += b_group * tl.load(scales + p_scales, mask=m_groups, other=0.0).to(tl.float32)
+                if offsets is not None:
+                    b_out += tl.load(offsets + p_scales, mask=m_groups, other=0.0).to(tl.float32) * b_sum[None, :]
+                b_group = tl.zeros([BLOCK_N, TILES * 16], dtype=tl.float32)
+                b_sum = tl.zeros([TILES * 16], dtype=tl.float32)
+    tl.store(out + o_n, tl.sum(b_out, axis=1).to(out.dtype.element_ty), mask=m_n)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _group_sums_kernel(x, sums, M, K, x_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """`[groups, M]` float32: the sum of each group of columns of each row."""
+    i_row, i_group = tl.program_id(0), tl.program_id(1)
+    o_columns = tl.arange(0, BLOCK)
+    m_columns = (o_columns < GROUP) & (i_group * GROUP + o_columns < K)
+    p_x = x + i_row.to(tl.int64) * x_stride + i_group * GROUP + o_columns
+    b_x = tl.load(p_x, mask=m_columns, other=0.0).to(tl.float32)
+    tl.store(sums + i_group * M + i_row, tl.sum(b_x, axis=0))
 
 
 @triton.jit
@@ -134,9 +179,7 @@ def _sum_kernel(parts, out, SIZE, SPLITS, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _dequantize_kernel(
-    words, scales, offsets, out, N, K, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _dequantize_kernel(words, scales, offsets, out, N, K, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
     i_tile = tl.program_id(1)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_words = tl.arange(0, 16)
@@ -149,7 +192,7 @@ def _dequantize_kernel(
         m_group = m_n & (i_tile * 128 + j * 16 < K)
         b_weight = _numbers(b_words, j, tl.float32)
         b_weight *= tl.load(scales + i_group * N + o_n, mask=m_group, other=0.0).to(tl.float32)[:, None]
-        if HAS_OFFSETS:
+        if offsets is not None:
             b_weight += tl.load(offsets + i_group * N + o_n, mask=m_group, other=0.0).to(tl.float32)[:, None]
         p_out = out + o_n[:, None].to(tl.int64) * K + o_k[None, :]
         tl.store(p_out, b_weight.to(out.dtype.element_ty), mask=m_n[:, None] & (o_k < K)[None, :])
@@ -168,17 +211,41 @@ def int4_matmul(
     assert x.stride(1) == 1, "the values of a row lie side by side"
     assert group_size % TILE_COLUMNS == 0 or group_size in (16, 32, 64), group_size
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-    if num_rows == 0:
-        return out
+    if num_rows == 1:
+        _int4_row_kernel[(triton.cdiv(n, ROW_BLOCK),)](
+            x, words, scales, offsets, out, n, k, GROUP=group_size, BLOCK_N=ROW_BLOCK, TILES=ROW_TILES, num_warps=4
+        )
+    elif num_rows:
+        _matmul(x, words, scales, offsets, out, group_size)
+    return out
+
+
+def _matmul(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    out: torch.Tensor,
+    group_size: int,
+) -> None:
+    (num_rows, k), n = x.shape, words.shape[1]
     chosen = tiling(num_rows, n, k)
     is_split = chosen.num_splits > 1
     parts = torch.empty((chosen.num_splits, num_rows, n), dtype=torch.float32, device=x.device) if is_split else out
+    sums = None
+    if offsets is not None:
+        sums = torch.empty((scales.shape[0], num_rows), dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(group_size)
+        _group_sums_kernel[(num_rows, scales.shape[0])](
+            x, sums, num_rows, k, x.stride(0), GROUP=group_size, BLOCK=block, num_warps=1
+        )
     grid = (triton.cdiv(n, chosen.block_n) * triton.cdiv(num_rows, chosen.block_m), chosen.num_splits)
     _int4_matmul_kernel[grid](
         x,
         words,
         scales,
-        scales if offsets is None else offsets,
+        offsets,
+        sums,
         parts,
         num_rows,
         n,
@@ -186,7 +253,6 @@ def int4_matmul(
         x.stride(0),
         triton.cdiv(triton.cdiv(k, TILE_COLUMNS), chosen.num_splits),
         GROUP=group_size,
-        HAS_OFFSETS=offsets is not None,
         BLOCK_N=chosen.block_n,
         BLOCK_M=chosen.block_m,
         num_warps=chosen.num_warps,
@@ -194,7 +260,6 @@ def int4_matmul(
     )
     if is_split:
         _sum_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), chosen.num_splits, BLOCK=1024)
-    return out
 
 
 def dequantize_int4(
@@ -211,12 +276,11 @@ def dequantize_int4(
     _dequantize_kernel[(triton.cdiv(n, 64), num_tiles)](
         words,
         scales,
-        scales if offsets is None else offsets,
+        offsets,
         out,
         n,
         num_columns,
         GROUP=group_size,
-        HAS_OFFSETS=offsets is not None,
         BLOCK_N=64,
     )
     return out
