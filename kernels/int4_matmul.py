@@ -61,11 +61,13 @@ def _numbers(b_words, J: tl.constexpr, DTYPE: tl.constexpr):
     They become the last bits of the mantissa of a power of two, which needs no conversion.
     """
     b_nibbles = (b_words >> (4 * J)) & 0xF
-    if tl.bfloat16 == DTYPE:
-        return (b_nibbles | 0x4300).to(tl.uint16).to(tl.bfloat16, bitcast=True) - 136.0
-    if tl.float16 == DTYPE:
-        return (b_nibbles | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1032.0
-    return (b_nibbles | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        b_numbers = (b_nibbles | 0x4300).to(tl.uint16).to(tl.bfloat16, bitcast=True) - 136.0
+    elif DTYPE == tl.float16:  # noqa: SIM300
+        b_numbers = (b_nibbles | 0x6400).to(tl.uint16).to(tl.float16, bitcast=True) - 1032.0
+    else:
+        b_numbers = (b_nibbles | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    return b_numbers
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -130,31 +132,30 @@ def _int4_row_kernel(
 ):
     """One row of x. Each thread keeps sums of its own words, which are added up at the end; `[N]` in x's dtype."""
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_words = tl.arange(0, TILES * 16)
-    m_n = o_n < N
+    # A row of two axes from the start, so that it meets the words without changing its layout.
+    o_words = tl.arange(0, TILES * 16)[None, :]
+    m_n = (o_n < N)[:, None]
     b_out = tl.zeros([BLOCK_N, TILES * 16], dtype=tl.float32)
     for i_first in range(0, tl.cdiv(K, 128), TILES):
         o_tiles = i_first + o_words // 16
-        p_words = words + (o_tiles[None, :] * N + o_n[:, None]) * 16 + (o_words % 16)[None, :]
-        m_words = m_n[:, None] & (o_tiles * 128 < K)[None, :]
-        b_words = tl.load(p_words, mask=m_words, other=0)
+        p_words = words + (o_tiles * N + o_n[:, None]) * 16 + o_words % 16
+        b_words = tl.load(p_words, mask=m_n & (o_tiles * 128 < K), other=0)
         b_group = tl.zeros([BLOCK_N, TILES * 16], dtype=tl.float32)
-        b_sum = tl.zeros([TILES * 16], dtype=tl.float32)
+        b_sum = tl.zeros([1, TILES * 16], dtype=tl.float32)
         for j in tl.static_range(8):
             o_k = o_tiles * 128 + j * 16 + o_words % 16
             b_x = tl.load(x + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-            b_group += _numbers(b_words, j, tl.float32) * b_x[None, :]
+            b_group += _numbers(b_words, j, tl.float32) * b_x
             b_sum += b_x
             if (j + 1) * 16 % GROUP == 0 or j == 7:
-                o_groups = (o_tiles * 128 + j * 16) // GROUP
-                m_groups = m_n[:, None] & (o_tiles * 128 + j * 16 // GROUP * GROUP < K)[None, :]
-                p_scales = o_groups[None, :] * N + o_n[:, None]
+                m_groups = m_n & (o_tiles * 128 + j * 16 // GROUP * GROUP < K)
+                p_scales = (o_tiles * 128 + j * 16) // GROUP * N + o_n[:, None]
                 b_out += b_group * tl.load(scales + p_scales, mask=m_groups, other=0.0).to(tl.float32)
                 if offsets is not None:
-                    b_out += tl.load(offsets + p_scales, mask=m_groups, other=0.0).to(tl.float32) * b_sum[None, :]
+                    b_out += tl.load(offsets + p_scales, mask=m_groups, other=0.0).to(tl.float32) * b_sum
                 b_group = tl.zeros([BLOCK_N, TILES * 16], dtype=tl.float32)
-                b_sum = tl.zeros([TILES * 16], dtype=tl.float32)
-    tl.store(out + o_n, tl.sum(b_out, axis=1).to(out.dtype.element_ty), mask=m_n)
+                b_sum = tl.zeros([1, TILES * 16], dtype=tl.float32)
+    tl.store(out + o_n, tl.sum(b_out, axis=1).to(out.dtype.element_ty), mask=o_n < N)
 
 
 @triton.jit(do_not_specialize=["M"])
