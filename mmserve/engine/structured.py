@@ -189,7 +189,7 @@ def _numbers_under(keyword: str, schema: object) -> Iterator[float]:
         part = parts.pop()
         if isinstance(part, dict):
             value = part.get(keyword)
-            if type(value) in (int, float) and 0 < abs(value) < math.inf:
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < abs(value) < math.inf:
                 yield value
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
