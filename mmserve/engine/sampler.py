@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -184,14 +185,21 @@ def _apply_grammars(scores: torch.Tensor, sequences: Rows[Sequence], banned: Row
     masks = token_masks([sequences[row] for row in rows])
     for mask, row in zip(masks, rows, strict=True):
         forbid_tokens(mask, banned[row])
-    shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
-    bits = (to_device(masks, scores.device)[:, :, None] >> shifts) & 1
-    is_forbidden = bits.flatten(1)[:, : scores.shape[-1]] == 0
+    # 0.05 ms a row of 49,152 on one CPU core, where `masked_fill_` alone takes up to 0.25 ms.
+    scores_of_byte = _scores_of_byte(scores.device)
+    penalties = F.embedding(to_device(masks.astype(np.int32), scores.device), scores_of_byte)
+    penalties = penalties.flatten(1)[:, : scores.shape[-1]]
     if len(rows) == len(sequences):
-        scores.masked_fill_(is_forbidden, -torch.inf)
-        return
-    places = to_device(rows, scores.device)
-    scores.index_copy_(0, places, scores.index_select(0, places).masked_fill_(is_forbidden, -torch.inf))
+        scores += penalties
+    else:
+        scores.index_add_(0, to_device(rows, scores.device), penalties)
+
+
+@cache
+def _scores_of_byte(device: torch.device) -> torch.Tensor:
+    """`[256, 8]`: for each byte of a mask, what its eight tokens get."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return to_device(np.where(bits == 1, np.float32(0), np.float32(-np.inf)), device)
 
 
 def _draw(scores: torch.Tensor, sequences: Rows[Sequence], counts: Rows[int]) -> torch.Tensor:
