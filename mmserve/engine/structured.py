@@ -1,7 +1,7 @@
 """Grammars of answers: compiled by llguidance off the engine's path, followed token by token.
 
 What a schema or grammar may cost is bounded before and by llguidance's own counters, so that a hostile one is refused
-rather than slow: the largest that pass compile in about 0.2 s and take some 20 ms for a step's mask (one CPU core,
+rather than slow: the largest that pass compile in about 0.2 s and take some 30 ms for a step's mask (one CPU core,
 49,152 tokens); usual ones 2 ms and 0.05 ms.
 """
 
@@ -34,7 +34,7 @@ MAX_COMPILED = 64
 MAX_MULTIPLE = 10_000
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
+    step_lexer_fuel=200_000,
     step_max_items=20_000,
     max_items_in_row=1_000,
     max_grammar_size=10_000,
