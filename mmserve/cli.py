@@ -138,7 +138,7 @@ def _sentence(error: Exception) -> str:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, SetupError | ModuleNotFoundError):
         return EXIT_MISSING
-    is_usage = isinstance(error, RequestError) and error.code == "invalid_request"
+    is_usage = isinstance(error, RequestError) and error.code in ("invalid_request", "invalid_schema")
     return EXIT_USAGE if is_usage else EXIT_SOME_FAILED
 
 
