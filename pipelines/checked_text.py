@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 
 from mmserve.pipelines.citations import CitationFinder, Claim
 from mmserve.pipelines.extracts import choose_extracts
@@ -13,7 +14,7 @@ from mmserve.pipelines.sources import Sources
 
 # An answer is ended when this many statements in a row bring nothing that can be kept.
 _PATIENCE = 6
-# `The tenant pays.` and `1. Repair` say too little; an item such as `Rent: £1,875` does not.
+# Fewer are no sentence that can be looked up by itself.
 MIN_TERMS = 3
 
 
@@ -47,6 +48,9 @@ class CheckedText(StatementSink):
     `num_dropped` statements were supported by no page. With `is_translation`, a statement that has nothing to look up
     is kept without a citation.
     """
+
+    # `The tenant pays.` and `1. Repair` say too little; an item such as `Rent: £1,875` does not.
+    _min_terms: ClassVar[int] = MIN_TERMS
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class CheckedText(StatementSink):
 
     def _says_too_little(self, statement: Statement) -> bool:
         is_entry = statement.is_item and any(term.kind == "number" for term in Claim(statement.text).terms)
-        return not is_entry and num_terms(statement.text) < MIN_TERMS
+        return not is_entry and num_terms(statement.text) < self._min_terms
 
     async def add_extracts(self, count: int) -> None:
         """Up to `count` sentences of the pages, word for word, from pages not cited yet where it can be."""
