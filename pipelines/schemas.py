@@ -19,6 +19,7 @@ Path = tuple[str | int, ...]
 _MAX_DEPTH = 32
 _MAX_FIELDS, _MAX_FIELD_LENGTH = 100, 64
 _MAX_ERRORS = 5
+_MAX_FORM_DEPTH = 4
 # Longer than what is looked up word for word on a page.
 _MAX_STRING = 400
 _HAVE_ENDS = frozenset({"maxLength", "enum", "const", "pattern", "format"})
@@ -117,6 +118,14 @@ class Schema:
     @property
     def properties(self) -> list[str]:
         return list(dict.fromkeys(name for schema in self._at(()) for name in schema.get("properties", ())))
+
+    def form(self, path: Path = ()) -> Json:
+        """The object to be filled in, with dots for values and one entry for a list."""
+        schemas = self._at(path) if len(path) < _MAX_FORM_DEPTH else []
+        names = dict.fromkeys(name for schema in schemas for name in schema.get("properties", ()))
+        if names:
+            return {name: self.form((*path, name)) for name in names}
+        return [self.form((*path, 0))] if self.is_list(path) and schemas else "..."
 
     def is_list(self, path: Path) -> bool:
         return any(schema.get("type") == "array" for schema in self._at(path))

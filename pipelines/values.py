@@ -9,7 +9,7 @@ first.
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ from mmserve.pipelines.terms import Term, number_keys, terms_of
 
 Scalar = str | int | float | bool
 _NEAR_NAME = 8
+_MAX_COMPARED = 12
 _NAME_PARTS = re.compile(r"[^\W\d_][^\W\d_A-Z]*|[A-Z]+(?![a-z])|\d+")
 _ALIKE = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "–": "-", "—": "-", "‑": "-", "\u00ad": None})
 # Ways to write that there is nothing.
@@ -37,7 +38,7 @@ class ValueFinder:
 
     def __init__(self, sources: Sources, within: Sequence[int]) -> None:
         self._sources = sources
-        self._numbers = [number for number in within if number in set(sources.page_numbers)]
+        self._within = sorted(set(within).intersection(sources.page_numbers))
         self._statements = CitationFinder(sources, within)
 
     def find(self, value: Scalar, name: str) -> tuple[int, ...]:
@@ -47,27 +48,33 @@ class ValueFinder:
         if isinstance(value, str):
             return self._find_text(value, name)
         keys = _keys_of_number(value)
-        pages = [page for page in self._pages() if keys and all(_has_number(page, key) for key in keys)]
-        return _nearest(pages, [Term(key, "number", key) for key in keys], name)
+        pages = self._with_all([{key, f"{key}%"} for key in keys]) if keys else []
+        return self._nearest(pages, [Term(key, "number", key) for key in keys], name)
 
     def _find_text(self, text: str, name: str) -> tuple[int, ...]:
         terms = terms_of(text)
-        pages = [page for page in self._pages() if _stands_in(text, page.text)]
+        indexed = [{term.key} for term in terms if self._sources.pages_with(term.key)]
+        pages = [page for page in self._with_all(indexed) if _stands_in(text, self._sources.text(page))]
         if not pages and (day := _as_date(text)) is not None:
-            pages = [page for page in self._pages() if _has_date(page, day)]
-        return _nearest(pages, terms, name) or self._statements.find(text)
+            years = [{str(day.year), str(day.year % 100)}]
+            pages = [page for page in self._with_all(years) if _has_date(self._sources.page(page), day)]
+        return self._nearest(pages, terms, name) or self._statements.find(text)
 
-    def _pages(self) -> Iterator[SourcePage]:
-        return self._sources.pages(self._numbers)
+    def _with_all(self, keys: Iterable[set[str]]) -> list[int]:
+        """The pages that have one of each of these sets."""
+        found = set(self._within)
+        for either in keys:
+            found &= {page for key in either for page in self._sources.pages_with(key)}
+        return sorted(found)
 
-
-def _nearest(pages: Sequence[SourcePage], terms: Sequence[Term], name: str) -> tuple[int, ...]:
-    """The first page on which words of the name are near a term of the value, else the first one."""
-    words = [term for part in _NAME_PARTS.findall(name) for term in terms_of(part)]
-    for page in pages:
-        if words and any(page.holds_near(term, words, distance=_NEAR_NAME) for term in terms):
-            return (page.number,)
-    return tuple(page.number for page in pages[:1])
+    def _nearest(self, pages: Sequence[int], terms: Sequence[Term], name: str) -> tuple[int, ...]:
+        """The first page on which words of the name are near a term of the value, else the first one."""
+        words = [term for part in _NAME_PARTS.findall(name) for term in terms_of(part)]
+        if words and len(pages) > 1:
+            for page in self._sources.pages(pages[:_MAX_COMPARED]):
+                if any(page.holds_near(term, words, distance=_NEAR_NAME) for term in terms):
+                    return (page.number,)
+        return tuple(pages[:1])
 
 
 def _keys_of_number(value: int | float) -> list[str]:
@@ -76,10 +83,6 @@ def _keys_of_number(value: int | float) -> list[str]:
     # A sign is a hyphen in the text of pages, and those are no part of a number there.
     written = str(abs(value)) if isinstance(value, int) else f"{abs(value):.10f}".rstrip("0").rstrip(".")
     return number_keys(written)
-
-
-def _has_number(page: SourcePage, key: str) -> bool:
-    return key in page.places or f"{key}%" in page.places
 
 
 @lru_cache(maxsize=128)

@@ -88,6 +88,19 @@ def test_what_is_no_list_of_names_is_refused(names: Any) -> None:
     assert (caught.value.code, caught.value.param) == ("invalid_request", "fields")
 
 
+def test_the_form_shows_what_is_to_be_filled_in() -> None:
+    assert Schema.of(INVOICE).form() == {
+        "vendor": "...",
+        "currency": "...",
+        "total": "...",
+        "due": "...",
+        "items": [{"name": "...", "price": "..."}],
+        "buyer": {"name": "..."},
+    }
+    tree = Schema.of({"properties": {"children": {"type": "array", "items": {"$ref": "#"}}}})
+    assert tree.form() == {"children": [{"children": ["..."]}]}
+
+
 def test_places_are_asked_for_null_for_need_and_for_choice() -> None:
     schema = Schema.of(INVOICE)
     nullable = [("currency",), ("total",), ("due",), ("items", 0, "price")]
