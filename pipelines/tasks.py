@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 from mmserve.errors import RequestError
+from mmserve.pipelines.ask import AskOptions, ask
 from mmserve.pipelines.document import DocumentReader
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, PageReport
+from mmserve.pipelines.extract import ExtractOptions, extract
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.task_options import TaskOptions
 
@@ -65,4 +67,10 @@ class Task:
             raise RequestError("invalid_request", f"the options do not fit: {error}") from None
 
 
-TASKS: Mapping[TaskName, Task] = MappingProxyType({"summarize": Task(SummarizeOptions, summarize)})
+TASKS: Mapping[TaskName, Task] = MappingProxyType(
+    {
+        "summarize": Task(SummarizeOptions, summarize),
+        "ask": Task(AskOptions, ask),
+        "extract": Task(ExtractOptions, extract),
+    }
+)
