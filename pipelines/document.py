@@ -9,7 +9,7 @@ from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.events import DocumentOpened, OnEvent, PageRead, PageReport
 from mmserve.pipelines.sentences import page_sentences
 from mmserve.pipelines.sources import Sources
-from mmserve.vision.page_types import Document, Page
+from mmserve.vision.page_types import Document, Page, PageForm
 
 
 class DocumentReader(Protocol):
@@ -17,7 +17,9 @@ class DocumentReader(Protocol):
 
     async def open(self, path: Path, *, name: str | None = None) -> Document: ...
 
-    def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncIterator[Page]: ...
+    def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncIterator[Page]: ...
 
 
 class DocumentReading:

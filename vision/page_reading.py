@@ -1,7 +1,7 @@
 """One page -> its text, from the text layer where that can be trusted, else by OCR. Decided page by page."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from mmserve.vision import ink
 from mmserve.vision.image import RGB, ImageFile
 from mmserve.vision.ocr import OcrEngine, OcrText
+from mmserve.vision.page_markdown import markdown_of
 from mmserve.vision.page_types import Page, PageLimits
 from mmserve.vision.pdf import PdfPage
 from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share
@@ -30,6 +31,7 @@ _LITTLE_TEXT = 25
 _BARE_IMAGE_SHARE = 0.12
 _NEARLY_BLANK = 0.002
 _RUN_MARGIN = 3.0
+_CELL_GAP = 0.75
 _MIN_AGREEMENT = 0.5
 _NUM_SAMPLES = 4
 # an embedded picture may have more pixels than a page is rendered with: large-format scans in black and white do
@@ -54,6 +56,11 @@ class OcrAccess:
     """`engine` gives the loaded engine, raises `OcrNeeded` to have the page come back later, or is None for no OCR."""
 
     engine: Callable[[], OcrEngine] | None
+    lays_out: bool = False
+
+    def laid_out(self, page: Page, lines: Callable[[], Sequence[Line]]) -> Page:
+        """The page, with its Markdown where that is wanted."""
+        return replace(page, markdown=markdown_of(lines())) if self.lays_out else page
 
 
 def read_image_page(image: ImageFile, number: int, ocr: OcrAccess) -> Page:
@@ -80,7 +87,7 @@ def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callabl
         return _read_garbled(found, render, ocr)
     if hidden.scan_layer and not _layer_agrees(page, hidden, render, ocr):
         return _read_picture(replace(found, notes=(*found.notes, NOTE_LAYER_CONTRADICTS)), render(), ocr)
-    found = replace(found, text=text, source="text_layer")
+    found = ocr.laid_out(replace(found, text=text, source="text_layer"), lambda: _layer_lines(page))
     if hidden.scan_layer:
         return found
     return _add_pictures(page, content, found, render, ocr)
@@ -94,6 +101,12 @@ def _layer_text(page: PdfPage) -> str:
         return clean_page_text(page.text())
     lines, turns = lines_of(page.characters())
     return clean_page_text(text_of([quarter_turned(line, turns) for line in lines]))
+
+
+def _layer_lines(page: PdfPage) -> list[Line]:
+    """Lines of the text layer, upright; cells of a table are lines of their own."""
+    lines, turns = lines_of(page.characters(), cell_gap=_CELL_GAP)
+    return [quarter_turned(replace(line, text=clean_page_text(line.text)), turns) for line in lines]
 
 
 def _read_textless(page: PdfPage, found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
@@ -125,7 +138,8 @@ def _read_picture(found: Page, pixels: RGB, ocr: OcrAccess) -> Page:
     if not text.strip():
         is_blank = share < _NEARLY_BLANK
         return replace(found, is_blank=is_blank, notes=found.notes if is_blank else (*found.notes, NOTE_NOTHING_READ))
-    return replace(found, text=text, source="ocr", notes=(*found.notes, *_ocr_notes(result)))
+    found = replace(found, text=text, source="ocr", notes=(*found.notes, *_ocr_notes(result)))
+    return ocr.laid_out(found, lambda: result.lines)
 
 
 def _ocr_notes(result: OcrText) -> tuple[str, ...]:
@@ -175,7 +189,8 @@ def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Call
     text = clean_page_text(text_of([*own, *extra]))
     num_extra = sum(len(line.text) for line in extra)
     source = found.source if num_extra < len(found.text) else "ocr"
-    return replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+    found = replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+    return ocr.laid_out(found, lambda: [*_layer_lines(page), *extra])
 
 
 def _may_have_more(page: PdfPage, content: PageContent, found: Page) -> bool:
