@@ -7,9 +7,9 @@ from functools import partial
 from mmserve.pipelines.citations import CitationFinder, Claim
 from mmserve.pipelines.extracts import choose_extracts
 from mmserve.pipelines.repetition import Novelty
+from mmserve.pipelines.result import Citation
 from mmserve.pipelines.sentences import Statement, clean_statement
 from mmserve.pipelines.sources import Sources
-from mmserve.pipelines.summary import Citation
 
 # `The tenant pays.` and `1. Repair` say too little; an item such as `Rent: £1,875` does not.
 _MIN_TERMS = 3

@@ -11,7 +11,8 @@ from typing import Any
 from mmserve.config import EngineConfig, SchedulerConfig
 from mmserve.pipelines.engine_protocol import TextTokenizer
 from mmserve.pipelines.events import Event
-from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
+from mmserve.pipelines.summarize import SummarizeOptions, summarize
+from mmserve.pipelines.summary import Summary
 from mmserve.request import FinishReason, ImageSpan, SamplingParams
 from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import Document, Page, PageForm
