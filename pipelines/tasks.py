@@ -12,6 +12,7 @@ from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, PageReport
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.task_options import TaskOptions
+from mmserve.pipelines.transcribe import TranscribeOptions, transcribe
 
 TaskName = Literal["summarize", "ask", "extract", "transcribe"]
 
@@ -65,4 +66,6 @@ class Task:
             raise RequestError("invalid_request", f"the options do not fit: {error}") from None
 
 
-TASKS: Mapping[TaskName, Task] = MappingProxyType({"summarize": Task(SummarizeOptions, summarize)})
+TASKS: Mapping[TaskName, Task] = MappingProxyType(
+    {"summarize": Task(SummarizeOptions, summarize), "transcribe": Task(TranscribeOptions, transcribe)}
+)

@@ -10,7 +10,7 @@ from mmserve.vision import ink
 from mmserve.vision.image import RGB, ImageFile
 from mmserve.vision.ocr import OcrEngine, OcrText
 from mmserve.vision.page_markdown import markdown_of
-from mmserve.vision.page_types import Page, PageLimits
+from mmserve.vision.page_types import Page, PageForm, PageLimits
 from mmserve.vision.pdf import PdfPage
 from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share
 from mmserve.vision.pdf_lines import lines_of
@@ -56,11 +56,15 @@ class OcrAccess:
     """`engine` gives the loaded engine, raises `OcrNeeded` to have the page come back later, or is None for no OCR."""
 
     engine: Callable[[], OcrEngine] | None
-    lays_out: bool = False
+    form: PageForm = "text"
 
     def laid_out(self, page: Page, lines: Callable[[], Sequence[Line]]) -> Page:
         """The page, with its Markdown where that is wanted."""
-        return replace(page, markdown=markdown_of(lines())) if self.lays_out else page
+        return replace(page, markdown=markdown_of(lines())) if self.form == "markdown" else page
+
+    def missed(self, page: Page, note: str) -> Page:
+        """The page, with a note on what took OCR where it was wanted."""
+        return page if self.form == "picture" else replace(page, notes=(*page.notes, note))
 
 
 def read_image_page(image: ImageFile, number: int, ocr: OcrAccess) -> Page:
@@ -114,14 +118,14 @@ def _read_textless(page: PdfPage, found: Page, render: Callable[[], RGB], ocr: O
     if ink.ink_share(preview) == 0.0:
         return replace(found, is_blank=True)
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+        return ocr.missed(found, NOTE_NO_OCR)
     ocr.engine()
     return _read_picture(found, render(), ocr)
 
 
 def _read_garbled(found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}, and OCR is off or not installed."))
+        return ocr.missed(found, f"{NOTE_UNREADABLE_LAYER}, and OCR is off or not installed.")
     ocr.engine()
     found = replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}; the page was read by OCR."))
     return _read_picture(found, render(), ocr)
@@ -132,7 +136,7 @@ def _read_picture(found: Page, pixels: RGB, ocr: OcrAccess) -> Page:
     if share == 0.0:
         return replace(found, is_blank=True)
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+        return ocr.missed(found, NOTE_NO_OCR)
     result = ocr.engine().read(pixels)
     text = clean_page_text(text_of(result.lines))
     if not text.strip():

@@ -91,7 +91,7 @@ class PageWorker:
 
     def _read(self, document: Document, number: int, form: PageForm, engine: Callable[[], OcrEngine]) -> Page | None:
         has_ocr = self._ocr_name is not None and form != "picture"
-        ocr = OcrAccess(engine if has_ocr else None, lays_out=form == "markdown")
+        ocr = OcrAccess(engine if has_ocr else None, form)
         try:
             file = self._file(document.path, document.name, document.media_type)
             if isinstance(file, ImageFile):
