@@ -10,26 +10,23 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mmserve.errors import DocumentError, RequestError
 from mmserve.pipelines.answers import Answer, Usage, answer_text, statements
-from mmserve.pipelines.checked_text import ReadText
+from mmserve.pipelines.checked_text import ReadText, StatementSink
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
 from mmserve.pipelines.document import DocumentReader, DocumentReading
 from mmserve.pipelines.engine_protocol import Prompt, Prompts, TextEngine
 from mmserve.pipelines.events import Event, OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded
 from mmserve.pipelines.page_views import PageViews, sends_pictures
 from mmserve.pipelines.prompts import Content, Fence, Wording, takes_system_message
-from mmserve.pipelines.sentences import Statement
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.request import SamplingParams
 from mmserve.vision.pages import parse_page_selection
 
 T = TypeVar("T")
 
-# An answer is ended when this many statements in a row bring nothing that can be kept.
-_PATIENCE = 6
 _MIN_PART_TOKENS = 64
 # The word of a fence may take some tokens more in one request than in another.
 _SLACK_TOKENS = 32
@@ -43,18 +40,6 @@ class PartRequest:
     number: int
     part: Part
     wording: Wording
-
-
-class StatementSink(Protocol):
-    """Takes an answer's statements; `num_passed_over` have come since the last one that was kept."""
-
-    @property
-    def num_kept(self) -> int: ...
-
-    @property
-    def num_passed_over(self) -> int: ...
-
-    def add(self, statement: Statement) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -186,16 +171,14 @@ class DocumentWork:
         """Whether there is text to look up in for what the model says of this part's pages."""
         return not set(part.page_numbers).isdisjoint(self.reading.sources.page_numbers)
 
-    async def read_picture(self, request: PartRequest, *, max_statements: int) -> list[str]:
+    async def read_picture(self, request: PartRequest, read: ReadText) -> None:
         """What the model read on a page without text becomes that page's text: it is all there is to look up in."""
-        read = ReadText()
-        await self.ask(request, read, max_statements=max_statements)
+        await self.ask(request, read)
         if read.sentences:
             self.reading.sources.add(request.part.first_page, "\n".join(read.sentences), is_quotable=False)
-        return read.sentences
 
-    async def ask(self, request: PartRequest, sink: StatementSink, *, max_statements: int) -> Answer:
-        """One request, whose statements go to `sink`; it is ended when that has kept enough, or keeps nothing."""
+    async def ask(self, request: PartRequest, sink: StatementSink) -> Answer:
+        """One request, whose statements go to `sink`; it is ended when that has enough."""
         answer = Answer(usage=self.usage)
         async with self._asking(request) as asking:
             if asking is None:
@@ -203,7 +186,7 @@ class DocumentWork:
             async with aclosing(statements(self._engine, asking.prompt, asking.params, answer)) as stream:
                 async for statement in stream:
                     sink.add(replace(statement, text=asking.fence.without_marks(statement.text)))
-                    if sink.num_kept == max_statements or sink.num_passed_over == _PATIENCE:
+                    if sink.has_enough:
                         break
             self.tell(RequestFinished(request.stage, request.number, answer.num_tokens))
         return answer

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mmserve.errors import RequestError
 from mmserve.pipelines.answers import Answer
-from mmserve.pipelines.checked_text import CheckedText
+from mmserve.pipelines.checked_text import CheckedText, ReadText
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
 from mmserve.pipelines.document import DocumentReader
 from mmserve.pipelines.document_work import DocumentWork, PartRequest, together
@@ -119,8 +119,9 @@ class _Summarizer:
         if self._work.has_text(part):
             return await self._take_notes("part", number, part, part.page_numbers)
         request = self._request("part", number, part)
-        sentences = await self._work.read_picture(request, max_statements=self._max_statements)
-        return Notes((part.first_page,), sentences)
+        read = ReadText(self._max_statements)
+        await self._work.read_picture(request, read)
+        return Notes((part.first_page,), read.sentences)
 
     async def _take_notes(self, stage: Stage, number: int, part: Part, pages: Sequence[int]) -> Notes:
         text = self._checked_text(within=pages)
@@ -177,8 +178,7 @@ class _Summarizer:
         return max(num_missing, usual - num_kept, 2) if is_partial else num_missing
 
     async def _ask(self, stage: Stage, number: int, part: Part, text: CheckedText) -> Answer:
-        request = self._request(stage, number, part)
-        answer = await self._work.ask(request, text, max_statements=self._max_statements)
+        answer = await self._work.ask(self._request(stage, number, part), text)
         self._num_dropped += text.num_dropped
         return answer
 
@@ -193,7 +193,13 @@ class _Summarizer:
         self, *, within: Sequence[int] | None = None, write: Callable[[str], None] = lambda _text: None
     ) -> CheckedText:
         is_translation = self._options.language is not None and within is None
-        return CheckedText(self._work.reading.sources, within=within, is_translation=is_translation, write=write)
+        return CheckedText(
+            self._work.reading.sources,
+            max_statements=self._max_statements,
+            within=within,
+            is_translation=is_translation,
+            write=write,
+        )
 
     def _summary(self) -> Summary:
         citations = tuple(self._text.citations)
