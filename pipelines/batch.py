@@ -28,7 +28,7 @@ _HEALING_ERRNOS = frozenset(
     {errno.EAGAIN, errno.EINTR, errno.EIO, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
     | {errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 )
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
+_LONGEST_DELAY = 30.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class BatchOptions:
     timeout: float | None = None
     fail_fast: bool = False
     retries: int = 2
-    first_delay: float = _FIRST_DELAY
+    first_delay: float = 0.5
 
     def __post_init__(self) -> None:
         if self.jobs < 1:

@@ -154,6 +154,8 @@ def _output_folder(task: Task, files: BatchCommandOptions, options: TaskOptions)
     folder = OutputFolder(files.output_dir, files.format, options=identity)
     if files.resume:
         folder.load_journal()
+    if not files.dry_run:
+        folder.remove_leftovers()
     return folder
 
 

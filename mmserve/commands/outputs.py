@@ -55,8 +55,8 @@ class OutputFolder:
     """Results under `root`, one file a document, named like it with the format's suffix added.
 
     A journal in `root` says of what bytes and options each was made; `options` is anything that tells options apart.
-    A result is whole on the disk before its line is, and a line is written in one piece: whatever ends the process, what
-    the journal names is there.
+    A result is whole on the disk before its line is, and a line is written in one piece: whatever ends the process,
+    what the journal names is there.
     """
 
     def __init__(self, root: Path, output_format: OutputFormat, *, options: str) -> None:
@@ -113,7 +113,8 @@ class OutputFolder:
         write_atomically(path, text)
         entry = {"output": self._entry_name(path), "made_from": self._made_from(digest), "name": source.title}
         self._add_line(json.dumps(entry))
-        self._remember(entry["output"], entry["made_from"], entry["name"])
+        if self._done:
+            self._remember(entry["output"], entry["made_from"], entry["name"])
 
     def _add_line(self, line: str) -> None:
         begin = "\n" if self._ends_torn else ""
