@@ -201,14 +201,22 @@ def _print_plan(finder: DocumentFinder, folder: OutputFolder | None) -> None:
             typer.echo(f"{source.label} -> {folder.path(source)}")
 
 
-def _is_done(folder: OutputFolder, source: Source, *, takes_over: bool = False) -> bool:
-    if source.problem is not None:
-        # It may be a pipe, which would be waited for.
-        return False
-    with contextlib.suppress(OSError):
-        digest = file_digest(source.path)
-        return folder.is_done(source, digest) or (takes_over and folder.take_over(source, digest))
-    return False
+def _is_done(folder: OutputFolder, source: Source) -> bool:
+    digest = _digest(source)
+    return digest is not None and folder.is_done(source, digest)
+
+
+def _was_done(sink: DocumentSink, source: Source) -> bool:
+    digest = _digest(source)
+    return digest is not None and sink.is_done(source, digest)
+
+
+def _digest(source: Source) -> str | None:
+    """None for what cannot be read. A source with a problem may be a pipe, which would be waited for."""
+    if source.problem is None:
+        with contextlib.suppress(OSError):
+            return file_digest(source.path)
+    return None
 
 
 class _Run:
@@ -239,7 +247,7 @@ class _Run:
             sink = DocumentSink(self._folder, printer, report, self._display)
             stack.enter_context(ending_like_interrupted())
             with self._saying_when_interrupted():
-                self._run_batch(self._not_done(sources), sink, options)
+                self._run_batch(self._not_done(sources, sink), sink, options)
         self._finish()
 
     def _printer(self) -> ResultPrinter:
@@ -248,14 +256,13 @@ class _Run:
         is_silent = files.quiet and files.output_dir is not None
         return ResultPrinter(files.format, is_single=self._finder.is_single, is_silent=is_silent, around_write=around)
 
-    def _not_done(self, sources: Iterable[Source]) -> Iterator[Source]:
+    def _not_done(self, sources: Iterable[Source], sink: DocumentSink) -> Iterator[Source]:
         """The sources from the first that an earlier run has not done: often there is none, and no model is needed."""
         remaining = iter(sources)
         for source in remaining:
-            if self._folder is None or not _is_done(self._folder, source, takes_over=True):
+            if self._folder is None or not _was_done(sink, source):
                 return itertools.chain([source], remaining)
             self._totals.num_skipped += 1
-            self._display.advance()
         return iter(())
 
     def _run_batch(self, sources: Iterator[Source], sink: DocumentSink, options: TaskOptions) -> None:

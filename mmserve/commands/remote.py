@@ -44,7 +44,9 @@ class ServerOptions:
     ] = None
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", rich_help_panel=_PANEL, help="Its key; better by the variable MMSERVE_API_KEY."),
+        typer.Option(
+            metavar="KEY", rich_help_panel=_PANEL, help="Its key; given as a variable, no list of processes shows it."
+        ),
     ] = None
     no_cache: Annotated[
         bool,
