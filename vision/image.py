@@ -136,7 +136,8 @@ class ImageFile:
         return frames or [0]
 
     def _frame_notes(self, media_type: str) -> tuple[str, ...]:
-        count = int(getattr(self._image, "n_frames", 1)) if media_type != "image/tiff" else 1
+        with self._decoding("its list of frames is broken"):
+            count = int(getattr(self._image, "n_frames", 1)) if media_type != "image/tiff" else 1
         return (f"The first of {count} frames is read.",) if count > 1 else ()
 
     def _decoding(self, complaint: str) -> AbstractContextManager[None]:

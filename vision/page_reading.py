@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmserve.vision import ink
+from mmserve.vision.hidden_text import HiddenText, leave_out_hidden
 from mmserve.vision.image import RGB, ImageFile
 from mmserve.vision.ocr import OcrEngine, OcrText
 from mmserve.vision.page_types import Page, PageLimits
 from mmserve.vision.pdf import PdfPage
-from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share
+from mmserve.vision.pdf_content import PageContent, inspect, uncovered_image_share
 from mmserve.vision.pdf_lines import lines_of
 from mmserve.vision.reading_order import (
     Line,

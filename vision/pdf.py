@@ -18,7 +18,7 @@ from mmserve.vision.sniff import HEAD_BYTES, pdf_offset
 
 _TAIL_BYTES = 64 * 1024
 _HEADER_WINDOW = 1024
-_WRONG_PASSWORD = 4
+_WRONG_PASSWORD, _UNKNOWN_ENCRYPTION = 4, 5
 _DRAWN_ANNOTATIONS = (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP)
 _MAX_ANNOTATIONS = 2000
 # pdfium maps to whole device pixels: a hundred to the point, measured over 100 points
@@ -48,6 +48,10 @@ class PdfFile:
     def _open_error(self, error: pypdfium2.PdfiumError) -> DocumentError:
         if error.err_code == _WRONG_PASSWORD:
             return DocumentError("password_required", f"{self._name} is locked by a password: give an unlocked copy")
+        if error.err_code == _UNKNOWN_ENCRYPTION:
+            return DocumentError(
+                "password_required", f"{self._name} is locked by a certificate or a rights system: give an unlocked copy"
+            )
         return DocumentError("corrupt_document", f"{self._name} is damaged: it cannot be opened as a PDF")
 
     def attachments(self) -> tuple[str, ...]:
@@ -193,8 +197,8 @@ def _draw_annotations(page: Any) -> bool:
     count = min(pdfium.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)
     if not any(_annotation_subtype(page, index) in _DRAWN_ANNOTATIONS for index in range(count)):
         return False
-    result: object = page.flatten()
-    return result == int(pdfium.FLATTEN_SUCCESS)
+    # Not by the helper, which refuses pages of documents without a form.
+    return bool(pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS)
 
 
 def _annotation_subtype(page: Any, index: int) -> int:
