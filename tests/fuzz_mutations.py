@@ -22,8 +22,54 @@ _NUMBERS = (
     b"1e9",
     b"0.0001",
 )
-_OPERATORS = tuple("q Q cm w J j M d ri i gs m l c v y h re S s f F f* B B* b b* n W W* BT ET Tc Tw Tz TL Tf Tr Ts Td TD Tm "
-    "T* Tj TJ ' \" d0 d1 CS cs SC SCN sc scn G g RG rg K k sh BI ID EI Do MP DP BMC BDC EMC BX EX".split())  # fmt: skip
+_OPERATORS = (
+    *("q", "Q", "cm", "w", "J", "j", "M", "d", "ri", "i", "gs", "m", "l", "c", "v", "y", "h", "re", "S", "s", "f", "F"),
+    *(
+        "f*",
+        "B",
+        "B*",
+        "b",
+        "b*",
+        "n",
+        "W",
+        "W*",
+        "BT",
+        "ET",
+        "Tc",
+        "Tw",
+        "Tz",
+        "TL",
+        "Tf",
+        "Tr",
+        "Ts",
+        "Td",
+        "TD",
+        "Tm",
+    ),
+    *(
+        "T*",
+        "Tj",
+        "TJ",
+        "'",
+        '"',
+        "d0",
+        "d1",
+        "CS",
+        "cs",
+        "SC",
+        "SCN",
+        "sc",
+        "scn",
+        "G",
+        "g",
+        "RG",
+        "rg",
+        "K",
+        "k",
+        "sh",
+    ),
+    *("BI", "ID", "EI", "Do", "MP", "DP", "BMC", "BDC", "EMC", "BX", "EX"),
+)
 Mutation = Callable[[random.Random, bytes], bytes]
 
 
@@ -149,7 +195,7 @@ def _edit_operators(chance: random.Random, data: bytes) -> bytes:
 def _add_operators(chance: random.Random, pdf: pikepdf.Pdf) -> None:
     page = pdf.pages[0]
     resources = page.obj.get("/Resources", {})
-    names = [str(name) for kind in resources.keys() for name in _keys(resources[kind])] or ["/X"]
+    names = [str(name) for kind in _keys(resources) for name in _keys(resources[kind])] or ["/X"]
     words = []
     for _ in range(chance.randint(1, 60)):
         for _ in range(chance.randint(0, 6)):

@@ -12,7 +12,7 @@ import pypdfium2.raw as pdfium
 from mmserve.errors import DocumentError
 from mmserve.vision.image import RGB
 from mmserve.vision.page_types import PageLimits
-from mmserve.vision.pdf_lines import GENERATED, PlacedCharacter
+from mmserve.vision.pdf_lines import GENERATED, UNKNOWN, PlacedCharacter
 from mmserve.vision.reading_order import Line
 from mmserve.vision.sniff import HEAD_BYTES, pdf_offset
 
@@ -24,6 +24,9 @@ _MAX_ANNOTATIONS = 2000
 # pdfium maps to whole device pixels: a hundred to the point, measured over 100 points
 _UNITS, _SPAN = 100, 100.0
 _UNICODE_SAMPLES = 100
+_MAX_NAME_CHARACTERS = 255
+# pdfium leaves NUL out of bounded text
+_NUL_IN_RANGE = "\ufffe"
 
 
 class PdfFile:
@@ -50,14 +53,15 @@ class PdfFile:
             return DocumentError("password_required", f"{self._name} is locked by a password: give an unlocked copy")
         if error.err_code == _UNKNOWN_ENCRYPTION:
             return DocumentError(
-                "password_required", f"{self._name} is locked by a certificate or a rights system: give an unlocked copy"
+                "password_required",
+                f"{self._name} is locked by a certificate or the like: give an unlocked copy",
             )
         return DocumentError("corrupt_document", f"{self._name} is damaged: it cannot be opened as a PDF")
 
     def attachments(self) -> tuple[str, ...]:
         """Names of embedded files. They are told to the user and never written."""
         count = min(self._pdf.count_attachments(), 1000)
-        return tuple(self._pdf.get_attachment(index).get_name() for index in range(count))
+        return tuple(shown_name(self._pdf.get_attachment(index).get_name()) for index in range(count))
 
     def page(self, number: int) -> "PdfPage":
         """Raises `DocumentError` (`corrupt_document`) for a page that cannot be loaded."""
@@ -68,6 +72,9 @@ class PdfFile:
                 raw_page = self._pdf[number - 1]
         except pypdfium2.PdfiumError:
             raise DocumentError("corrupt_document", f"page {number} of {self._name} is damaged") from None
+        if min(raw_page.get_width(), raw_page.get_height()) <= 0:
+            raw_page.close()
+            raise DocumentError("corrupt_document", f"page {number} of {self._name} has no area")
         return PdfPage(raw_page)
 
     def close(self) -> None:
@@ -124,7 +131,7 @@ class PdfPage:
 
     def _place(self, textpage: Any, index: int) -> PlacedCharacter:
         code = pdfium.FPDFText_GetUnicode(textpage, index)
-        character = chr(code) if 0 < code < 0x110000 and not 0xD800 <= code < 0xE000 else ""
+        character = UNKNOWN if code == 0 else chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else ""
         rect = pdfium.FS_RECTF()
         if character in GENERATED or not pdfium.FPDFText_GetLooseCharBox(textpage, index, rect):
             return PlacedCharacter(character, None)
@@ -133,6 +140,21 @@ class PdfPage:
     def _is_inside(self, box: tuple[float, float, float, float]) -> bool:
         x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
         return -1 <= x <= self.width + 1 and -1 <= y <= self.height + 1
+
+    def has_unknown_letters(self) -> bool:
+        """Whether the character map has nothing, or NUL, for some: often ligatures, within words that read well."""
+        text = self.textpage.get_text_range()
+        if UNKNOWN in text or _NUL_IN_RANGE not in text:
+            return UNKNOWN in text
+        # A hyphen at a line's end may look like that, too.
+        count = self.textpage.count_chars()
+        return any(pdfium.FPDFText_GetUnicode(self.textpage, index) == 0 for index in range(count))
+
+    def attachments(self) -> tuple[str, ...]:
+        """Names of the files that are pinned to the page."""
+        count = min(pdfium.FPDFPage_GetAnnotCount(self.raw), _MAX_ANNOTATIONS)
+        names = (_attached_name(self.raw, index) for index in range(count))
+        return tuple(shown_name(name) for name in names if name is not None)
 
     def has_unmapped_text(self) -> bool:
         """Whether pdfium itself found no Unicode for a tenth of the characters."""
@@ -160,6 +182,12 @@ class PdfPage:
             return np.array(bitmap.to_numpy()[:, :, :3])
         finally:
             bitmap.close()
+
+
+def shown_name(name: str) -> str:
+    """A name that a document gives, as it can be shown: printable and of bounded length."""
+    printable = "".join(character for character in name if character.isprintable())
+    return printable[:_MAX_NAME_CHARACTERS] or "a file without a name"
 
 
 def check_complete(path: Path, name: str) -> None:
@@ -205,6 +233,20 @@ def _annotation_subtype(page: Any, index: int) -> int:
     annotation = pdfium.FPDFPage_GetAnnot(page, index)
     try:
         return int(pdfium.FPDFAnnot_GetSubtype(annotation))
+    finally:
+        pdfium.FPDFPage_CloseAnnot(annotation)
+
+
+def _attached_name(page: Any, index: int) -> str | None:
+    annotation = pdfium.FPDFPage_GetAnnot(page, index)
+    try:
+        attachment = pdfium.FPDFAnnot_GetFileAttachment(annotation)
+        if not attachment:
+            return None
+        size = pdfium.FPDFAttachment_GetName(attachment, None, 0)
+        buffer = (ctypes.c_ushort * max(size // 2, 1))()
+        pdfium.FPDFAttachment_GetName(attachment, buffer, size)
+        return bytes(buffer).decode("utf-16-le", "ignore").rstrip("\x00")
     finally:
         pdfium.FPDFPage_CloseAnnot(annotation)
 

@@ -27,6 +27,9 @@ _INVISIBLE_MODES = (pdfium.FPDF_TEXTRENDERMODE_INVISIBLE, pdfium.FPDF_TEXTRENDER
 _STROKE_MODES = (pdfium.FPDF_TEXTRENDERMODE_STROKE, pdfium.FPDF_TEXTRENDERMODE_STROKE_CLIP)
 _OPTIONAL_CONTENT = "OC"
 _MIN_REPLACEMENT_BYTES = 20
+_END_OF_JPEG = b"\xff\xd9"
+_TAIL_BYTES = 1024
+_MAX_CHECKED_BYTES = 64 * 1024**2
 _GRID = 40
 # Whether a reader sees a text: surely as it seems, perhaps not (clipped, on a ground, in a layer), hardly.
 Doubt = Literal["none", "some", "strong"]
@@ -49,6 +52,7 @@ class PageContent:
 
     texts: tuple[TextObject, ...]
     images: tuple[Box, ...]
+    has_cut_off_image: bool = False
 
 
 def inspect(page: PdfPage, *, max_image_pixels: int) -> PageContent:
@@ -56,17 +60,19 @@ def inspect(page: PdfPage, *, max_image_pixels: int) -> PageContent:
     texts: list[TextObject] = []
     images: list[Box] = []
     painted: list[Box] = []
+    is_cut_off = False
     for raw, kind, matrix in _walk(page.raw, None, 0, [_MAX_OBJECTS]):
         box = _view_box(page, raw, matrix)
         if kind == pdfium.FPDF_PAGEOBJ_TEXT:
             texts.append(_text_object(raw, box, is_in_form=matrix is not None))
         elif kind == pdfium.FPDF_PAGEOBJ_IMAGE:
             _check_image(raw, max_image_pixels)
+            is_cut_off = is_cut_off or _is_cut_off(raw)
             images.append(box)
             painted.append(box)
         elif kind == pdfium.FPDF_PAGEOBJ_SHADING or (kind == pdfium.FPDF_PAGEOBJ_PATH and _is_filled(raw)):
             painted.append(box)
-    return PageContent(tuple(_doubt_where_painted(texts, painted)), tuple(images))
+    return PageContent(tuple(_doubt_where_painted(texts, painted)), tuple(images), is_cut_off)
 
 
 def uncovered_image_share(page: PdfPage, images: tuple[Box, ...], runs: list[Line]) -> float:
@@ -204,6 +210,20 @@ def _doubt_where_painted(texts: list[TextObject], painted: list[Box]) -> list[Te
 def _is_filled(raw: Any) -> bool:
     fill, stroke = ctypes.c_int(), ctypes.c_int()
     return bool(pdfium.FPDFPath_GetDrawMode(raw, fill, stroke)) and fill.value != pdfium.FPDF_FILLMODE_NONE
+
+
+def _is_cut_off(raw: Any) -> bool:
+    """Whether a JPEG has no end. pdfium draws what there is of it, and the rest in grey."""
+    name = ctypes.create_string_buffer(16)
+    count = pdfium.FPDFImageObj_GetImageFilterCount(raw)
+    if count != 1 or not pdfium.FPDFImageObj_GetImageFilter(raw, 0, name, 16) or name.value != b"DCTDecode":
+        return False
+    size = pdfium.FPDFImageObj_GetImageDataRaw(raw, None, 0)
+    if not 0 < size <= _MAX_CHECKED_BYTES:
+        return False
+    data = ctypes.create_string_buffer(size)
+    pdfium.FPDFImageObj_GetImageDataRaw(raw, data, size)
+    return _END_OF_JPEG not in bytes(memoryview(data)[-_TAIL_BYTES:])
 
 
 def _check_image(raw: Any, max_image_pixels: int) -> None:
