@@ -134,7 +134,7 @@ def _set_length(chance: random.Random, data: bytes) -> bytes:
         return data
     start = chance.randrange(reach - size)
     order = chance.choice(("big", "little"))
-    value = chance.choice(_EDGES) & (256**size - 1)
+    value: int = chance.choice(_EDGES) % 256**size
     return data[:start] + value.to_bytes(size, order) + data[start + size :]
 
 
@@ -245,5 +245,5 @@ def _edit_tag(chance: random.Random, data: bytes) -> bytes:
         return data
     entry = start + 2 + 12 * chance.randrange(count)
     offset, size = chance.choice(((0, 2), (2, 2), (4, 4), (8, 4), (8, 4), (8, 2)))
-    value = chance.choice((*_EDGES, 3, 4, 5, 12, 254, 262, 273, 279, 330)) & (256**size - 1)
+    value: int = chance.choice((*_EDGES, 3, 4, 5, 12, 254, 262, 273, 279, 330)) % 256**size
     return data[: entry + offset] + value.to_bytes(size, order) + data[entry + offset + size :]

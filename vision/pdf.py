@@ -60,8 +60,9 @@ class PdfFile:
 
     def attachments(self) -> tuple[str, ...]:
         """Names of embedded files. They are told to the user and never written."""
-        count = min(self._pdf.count_attachments(), 1000)
-        return tuple(shown_name(self._pdf.get_attachment(index).get_name()) for index in range(count))
+        count = min(pdfium.FPDFDoc_GetAttachmentCount(self._pdf), 1000)
+        names = (_attachment_name(pdfium.FPDFDoc_GetAttachment(self._pdf, index)) for index in range(count))
+        return tuple(shown_name(name) for name in names if name is not None)
 
     def page(self, number: int) -> "PdfPage":
         """Raises `DocumentError` (`corrupt_document`) for a page that cannot be loaded."""
@@ -240,15 +241,19 @@ def _annotation_subtype(page: Any, index: int) -> int:
 def _attached_name(page: Any, index: int) -> str | None:
     annotation = pdfium.FPDFPage_GetAnnot(page, index)
     try:
-        attachment = pdfium.FPDFAnnot_GetFileAttachment(annotation)
-        if not attachment:
-            return None
-        size = pdfium.FPDFAttachment_GetName(attachment, None, 0)
-        buffer = (ctypes.c_ushort * max(size // 2, 1))()
-        pdfium.FPDFAttachment_GetName(attachment, buffer, size)
-        return bytes(buffer).decode("utf-16-le", "ignore").rstrip("\x00")
+        return _attachment_name(pdfium.FPDFAnnot_GetFileAttachment(annotation))
     finally:
         pdfium.FPDFPage_CloseAnnot(annotation)
+
+
+def _attachment_name(attachment: Any) -> str | None:
+    """None for an entry in which there is no file."""
+    if not attachment:
+        return None
+    size = pdfium.FPDFAttachment_GetName(attachment, None, 0)
+    buffer = (ctypes.c_ushort * max(size // 2, 1))()
+    pdfium.FPDFAttachment_GetName(attachment, buffer, size)
+    return bytes(buffer).decode("utf-16-le", "ignore").rstrip("\x00")
 
 
 def _view_transform(page: Any, width: float, height: float) -> tuple[float, float, float, float, float, float]:

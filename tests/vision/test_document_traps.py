@@ -123,6 +123,21 @@ def test_names_of_attachments_are_printable_and_short(tmp_path: Path) -> None:
     pdf.close()
 
 
+def test_an_attachment_that_is_no_file_costs_nothing(tmp_path: Path) -> None:
+    def attach(pdf: pikepdf.Pdf) -> None:
+        pdf.attachments["a.txt"] = b"x"
+        names = pdf.Root.Names.EmbeddedFiles
+        while "/Names" not in names:
+            names = names.Kids[0]
+        names.Names[1] = pikepdf.Array()
+
+    pdf = PdfFile(write(tmp_path, "a.pdf", edit_pdf(draw_pdf(write_lines(PROSE)), attach)), "a.pdf", PageLimits())
+    assert pdf.attachments() == ()
+    with pdf.page(1) as page:
+        assert PROSE[0] in page.text()
+    pdf.close()
+
+
 def test_a_picture_that_ends_early_is_told(read_without_ocr: Read, tmp_path: Path) -> None:
     def cut(pdf: pikepdf.Pdf) -> None:
         (image,) = pdf.pages[0].Resources.XObject.values()
