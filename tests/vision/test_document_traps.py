@@ -129,7 +129,7 @@ def test_an_attachment_that_is_no_file_costs_nothing(tmp_path: Path) -> None:
         names = pdf.Root.Names.EmbeddedFiles
         while "/Names" not in names:
             names = names.Kids[0]
-        names.Names[1] = pikepdf.Array()
+        names.Names = pikepdf.Array([names.Names[0], None])
 
     pdf = PdfFile(write(tmp_path, "a.pdf", edit_pdf(draw_pdf(write_lines(PROSE)), attach)), "a.pdf", PageLimits())
     assert pdf.attachments() == ()
