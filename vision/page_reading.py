@@ -20,7 +20,7 @@ from mmserve.vision.reading_order import (
     text_of,
 )
 from mmserve.vision.text_cleaning import clean_page_text
-from mmserve.vision.text_quality import is_trustworthy
+from mmserve.vision.text_quality import is_doubtful, is_trustworthy
 
 OCR_PIXELS = 6_000_000
 _BLANK_DPI = 100
@@ -77,6 +77,8 @@ def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callabl
     if not text.strip():
         return _read_textless(page, found, render, ocr)
     if not is_trustworthy(text) or page.has_unmapped_text():
+        return _read_garbled(found, render, ocr)
+    if is_doubtful(text) and ocr.engine is not None and not agrees(_own_lines(page), page, render(), ocr.engine()):
         return _read_garbled(found, render, ocr)
     for lines, note in ((hidden.scan_layer, NOTE_LAYER_CONTRADICTS), (hidden.replaced, NOTE_REPLACED_TEXT)):
         if lines and ocr.engine is not None and not agrees(lines, page, render(), ocr.engine()):
@@ -165,7 +167,7 @@ def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Call
     result = engine.read(pixels)
     scale = pixels.shape[1] / max(page.width, 1e-6)
     lines = [_to_points(line, scale) for line in result.lines] if not result.quarter_turns else []
-    own, _ = lines_of(page.characters())
+    own = _own_lines(page)
     extra = [line for line in lines if not any(_overlap(line, other) for other in own)]
     if not extra:
         return found
@@ -173,6 +175,10 @@ def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Call
     num_extra = sum(len(line.text) for line in extra)
     source = found.source if num_extra < len(found.text) else "ocr"
     return replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+
+
+def _own_lines(page: PdfPage) -> list[Line]:
+    return lines_of(page.characters())[0]
 
 
 def _may_have_more(page: PdfPage, content: PageContent, found: Page) -> bool:

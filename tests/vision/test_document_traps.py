@@ -86,6 +86,17 @@ def test_letters_that_the_layer_lacks_are_read_from_the_page(
     assert page.notes == ("The text layer lacks some letters, and OCR is off or not installed.",)
 
 
+def test_little_text_that_reads_like_no_words_is_held_against_the_page(read: Read, tmp_path: Path) -> None:
+    lines = ("Payment is due today", "The bridge remains closed")
+    shifted = "<41> <59> <0042>\n<61> <79> <0062>"
+    (page,) = read(write(tmp_path, "a.pdf", with_character_map(draw_pdf(write_lines(lines)), shifted)))
+    assert (page.source, page.text.splitlines()) == ("ocr", list(lines))
+    assert any("garbled" in note for note in page.notes)
+    codes = ("QX9912 ZK37 JQVX WKZJ 118", "BQZL ZZKX QVJW XXKQ 204")
+    (page,) = read(write(tmp_path, "b.pdf", draw_pdf(write_lines(codes))))
+    assert (page.source, page.text.splitlines(), page.notes) == ("text_layer", list(codes), ())
+
+
 def test_free_text_on_a_page_without_a_form_does_not_end_it(read_without_ocr: Read, tmp_path: Path) -> None:
     def draw(target: Any) -> None:
         write_lines(PROSE)(target)
@@ -126,12 +137,11 @@ def test_names_of_attachments_are_printable_and_short(tmp_path: Path) -> None:
 def test_an_attachment_that_is_no_file_costs_nothing(tmp_path: Path) -> None:
     def attach(pdf: pikepdf.Pdf) -> None:
         pdf.attachments["a.txt"] = b"x"
-        names = pdf.Root.Names.EmbeddedFiles
-        while "/Names" not in names:
-            names = names.Kids[0]
-        names.Names = pikepdf.Array([names.Names[0], None])
 
-    pdf = PdfFile(write(tmp_path, "a.pdf", edit_pdf(draw_pdf(write_lines(PROSE)), attach)), "a.pdf", PageLimits())
+    data = edit_pdf(draw_pdf(write_lines(PROSE)), attach, object_stream_mode=pikepdf.ObjectStreamMode.disable)
+    start = data.rindex(b" 0 obj", 0, data.index(b"/Type /Filespec"))
+    path = write(tmp_path, "a.pdf", data[:start] + b" 0 xxx" + data[start + 6 :])
+    pdf = PdfFile(path, "a.pdf", PageLimits())
     assert pdf.attachments() == ()
     with pdf.page(1) as page:
         assert PROSE[0] in page.text()
