@@ -17,7 +17,7 @@ from live_server import serving
 from scripted_engine import ScriptedEngine
 from vision_checkpoint import save_vision_model
 
-from mmserve.config import CacheConfig, EngineConfig
+from mmserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from mmserve.engine.client import EngineClient
 from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.vision.page_types import OcrName, PageLimits, PageOptions
@@ -50,21 +50,24 @@ class Targets:
 
 @contextmanager
 def targets(*, ocr: OcrName, num_workers: int, page_timeout: float) -> Iterator[Targets]:
-    """Two servers that share their page workers."""
+    """Two servers that share their page workers. Caches are small, so that they are soon full."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
         limits = PageLimits(page_timeout=page_timeout)
         reader = PageReader(limits=limits, options=PageOptions(ocr=ocr), num_workers=num_workers)
         stack.callback(reader.close)
         config = EngineConfig(
-            model=str(save_vision_model(folder)), num_threads=1, cache=CacheConfig(memory_bytes=8 * _MIB)
+            model=str(save_vision_model(folder)),
+            num_threads=1,
+            cache=CacheConfig(memory_bytes=8 * _MIB),
+            scheduler=SchedulerConfig(encoder_cache_tokens=8192),
         )
         client = EngineClient.start(config)
         stack.callback(client.close)
         client.wait_until_ready()
         assert client.image_processor is not None
         pool = PreprocessPool(
-            client.image_processor, num_workers=1, limits=limits, settle=client.settle, capacity_bytes=64 * _MIB
+            client.image_processor, num_workers=1, limits=limits, settle=client.settle, capacity_bytes=8 * _MIB
         )
         prompts = PromptBuilder(client.tokenizer, client.image_processor, pool)
         stack.callback(prompts.close)

@@ -64,6 +64,7 @@ class WorkerPool:
             try:
                 return await asyncio.wrap_future(self._schedule(method, args, timeout))
             except TimeoutError:
+                logger.warning("a page worker was ended: %s took more than %g seconds", method, timeout)
                 raise DocumentError("page_timeout", f"reading it took more than {timeout:g} seconds") from None
             except ProcessExpired:
                 logger.warning("a page worker died in %s", method)
