@@ -54,20 +54,20 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     async def call(self, method: str, *args: object, timeout: float, attempts: int = 2) -> Any:
-        """One call of a worker's method; tried again where the worker dies or exceeds `timeout` seconds.
+        """One call of a worker's method; tried again where the worker dies, but not where it exceeds `timeout` seconds.
 
-        Raises `DocumentError`: `timeout`, or `corrupt_document` for a task that kills its worker each time.
+        Raises `DocumentError`: `page_timeout`, or `corrupt_document` for a task that kills its worker each time.
         """
         from pebble.common import ProcessExpired
 
-        failure = DocumentError("corrupt_document", _CRASH)
         for _ in range(attempts):
             try:
                 return await asyncio.wrap_future(self._schedule(method, args, timeout))
             except TimeoutError:
-                failure = DocumentError("timeout", f"reading it took more than {timeout:g} seconds")
+                logger.warning("a page worker was ended: %s took more than %g seconds", method, timeout)
+                raise DocumentError("page_timeout", f"reading it took more than {timeout:g} seconds") from None
             except ProcessExpired:
-                failure = DocumentError("corrupt_document", _CRASH)
+                logger.warning("a page worker died in %s", method)
             except MMServeError:
                 raise
             except asyncio.CancelledError:
@@ -77,7 +77,7 @@ class WorkerPool:
                     raise reader_closed() from None
                 logger.exception("a page worker failed in %s", method)
                 raise DocumentError("corrupt_document", f"the reader failed on it ({type(error).__name__})") from None
-        raise failure
+        raise DocumentError("corrupt_document", _CRASH)
 
     def _cancellation(self) -> BaseException:
         """What a cancelled call means: the caller's own wish, or that `close` has ended the processes."""
