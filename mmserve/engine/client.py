@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import operator
 import threading
 import time
@@ -9,6 +10,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -34,6 +36,7 @@ from mmserve.engine.messages import (
     StepOutput,
     TokenOutput,
 )
+from mmserve.engine.restarts import RestartPolicy
 from mmserve.engine.transport import ProcessTransport, ThreadTransport, Transport
 from mmserve.errors import MMServeError, RequestError
 from mmserve.request import ImageSpan, SamplingParams
@@ -44,11 +47,16 @@ from mmserve.weights.tokenizer import Tokenizer
 
 __all__ = ["Completion", "CompletionDelta", "EngineClient", "RequestTimings"]
 
+logger = logging.getLogger(__name__)
+
 
 class EngineClient:
     """One engine. `generate` may be called from any event loop, `abort` from any thread.
 
     `image_processor` is None for a model that reads text only.
+
+    A process that dies once it was ready is started again, `config.max_engine_restarts` times in ten minutes at most.
+    What it worked on ends with `engine_dead`; requests that come meanwhile wait, as they do while it loads at first.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.observers: list[Callable[[RequestTimings], None]] = []
         self.engine_info: EngineReady | None = None
+        self.num_restarts = 0
         self._failure: EngineFailed | None = None
         self._settled = threading.Event()
         self._lock = threading.Lock()
@@ -73,8 +82,10 @@ class EngineClient:
         self._mailboxes: dict[str, Mailbox] = {}
         self._settling: dict[int, Future[None]] = {}
         self._serial_numbers = itertools.count()
+        self._policy = RestartPolicy(config.max_engine_restarts if config.use_process else 0)
+        self._was_ready = False
         kind = ProcessTransport if config.use_process else ThreadTransport
-        self.transport: Transport = kind(config, self._on_message)
+        self.transport: Transport = kind(config, partial(self._on_message, self.num_restarts))
 
     @classmethod
     def start(cls, config: EngineConfig) -> "EngineClient":
@@ -119,7 +130,7 @@ class EngineClient:
         }
         self._open(list(builders), mailbox)
         try:
-            self._submit(list(builders), token_ids, params, tuple(images))
+            self._submit(mailbox.transport, list(builders), token_ids, params, tuple(images))
             while mailbox.open_ids:
                 for output in await mailbox.take():
                     if output.request_id not in mailbox.open_ids:
@@ -156,8 +167,9 @@ class EngineClient:
         with self._lock:
             mailbox = self._requests.get(request_id)
             child_ids = list(mailbox.open_ids) if mailbox else []
-        for child_id in child_ids:
-            self.transport.send(AbortRequest(child_id))
+        if mailbox is not None:
+            for child_id in child_ids:
+                mailbox.transport.send(AbortRequest(child_id))
 
     def settle(self) -> Future[None]:
         """Done when all that was asked of the engine so far, aborts among it, has taken effect; or the engine is dead.
@@ -166,18 +178,19 @@ class EngineClient:
         """
         settled: Future[None] = Future()
         with self._lock:
+            transport = self.transport
             if self._failure is None:
                 number = next(self._serial_numbers)
                 self._settling[number] = settled
             else:
                 settled.set_result(None)
         if not settled.done():
-            self.transport.send(Ping(number))
+            transport.send(Ping(number))
         return settled
 
     def close(self) -> None:
         """Stop the engine; requests in flight end with `shutting_down`."""
-        self._fail(EngineFailed("shutting_down", "the engine is shutting down"))
+        self._end(EngineFailed("shutting_down", "the engine is shutting down"))
         self.transport.close()
 
     def _child_ids(self, request_id: str, count: int) -> list[str]:
@@ -188,21 +201,27 @@ class EngineClient:
         with self._lock:
             if mailbox.request_id in self._requests:
                 raise RequestError("invalid_request", "this request id is in use", param="request_id")
+            mailbox.transport = self.transport
             self._requests[mailbox.request_id] = mailbox
             mailbox.open_ids.update(child_ids)
             self._mailboxes.update(dict.fromkeys(child_ids, mailbox))
         if self._failure is not None:
             mailbox.fail(as_exception(RequestFailure(self._failure.code, self._failure.message)))
 
+    @staticmethod
     def _submit(
-        self, child_ids: list[str], prompt_token_ids: list[int], params: SamplingParams, images: tuple[ImageSpan, ...]
+        transport: Transport,
+        child_ids: list[str],
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        images: tuple[ImageSpan, ...],
     ) -> None:
         seed = uuid.uuid4().int & (2**63 - 1) if params.seed is None else params.seed
         for index, child_id in enumerate(child_ids):
             request = EngineRequest(
                 child_id, prompt_token_ids, params, seed=seed + index, images=images, arrival_time=time.monotonic()
             )
-            self.transport.send(request)
+            transport.send(request)
 
     def _close(self, child_id: str, *, aborts: bool) -> None:
         with self._lock:
@@ -211,7 +230,7 @@ class EngineClient:
             if not mailbox.open_ids:
                 del self._requests[mailbox.request_id]
         if aborts and self._failure is None:
-            self.transport.send(AbortRequest(child_id))
+            mailbox.transport.send(AbortRequest(child_id))
 
     def _observe(self, timings: RequestTimings) -> None:
         for observer in self.observers:
@@ -221,22 +240,33 @@ class EngineClient:
         if self._failure is not None:
             raise as_exception(RequestFailure(self._failure.code, self._failure.message))
 
-    def _on_message(self, message: FromEngine) -> None:
-        """Runs in the transport's thread."""
+    def _on_message(self, life: int, message: FromEngine) -> None:
+        """Runs in the transport's thread; `life` says which engine speaks: the first, or that after a restart."""
+        if life != self.num_restarts:
+            return
         if isinstance(message, StepOutput):
             self.stats = message.stats
             self._deliver(message.outputs)
         elif isinstance(message, EngineReady):
-            self.engine_info = message
-            self.max_model_len = message.max_model_len
-            self._settled.set()
+            self._welcome(message)
         elif isinstance(message, Pong):
             with self._lock:
                 settled = self._settling.pop(message.number, None)
             if settled is not None:
                 settled.set_result(None)
         else:
-            self._fail(message)
+            self._lose(message)
+
+    def _welcome(self, ready: EngineReady) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self.engine_info = ready
+            self.max_model_len = ready.max_model_len
+            self._was_ready = True
+            self._settled.set()
+        if self.num_restarts:
+            logger.warning("the engine is ready again")
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         """One wake-up a loop for all outputs of a step."""
@@ -249,25 +279,57 @@ class EngineClient:
         for loop, items in by_loop.items():
             _call_in_loop(loop, partial(_put_all, items))
 
-    def _fail(self, failure: EngineFailed) -> None:
+    def _lose(self, failure: EngineFailed) -> None:
+        """The engine has died: start another one if it ever ran, and the policy allows it."""
+        with self._lock:
+            # What was never ready cannot be: whoever started it should hear of it at once.
+            delay = self._policy.next_delay() if self._was_ready and self._failure is None else None
+        if delay is None:
+            if self._was_ready and self._failure is None:
+                logger.error("%s; it is not started again", failure.message)
+            self._end(failure)
+        else:
+            logger.error("%s; it is started again in %g seconds", failure.message, delay)
+            self._end(replace(failure, code="engine_dead"), delay)
+
+    def _end(self, failure: EngineFailed, restart_delay: float | None = None) -> None:
+        """Nothing that is open will be answered any more. Without a delay the engine stays dead."""
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = failure
+            if restart_delay is None:
+                self._failure = failure
+                self._settled.set()
+            else:
+                self._succeed(restart_delay)
             mailboxes = set(self._mailboxes.values())
             settling, self._settling = self._settling, {}
         # What it worked on died with it; its running totals stay true.
         self.stats = self.stats._replace(num_requests_running=0, num_requests_waiting=0, kv_cache_usage_ratio=0.0)
-        self._settled.set()
         for settled in settling.values():
             settled.set_result(None)
         for mailbox in mailboxes:
             error = as_exception(RequestFailure(failure.code, failure.message))
             _call_in_loop(mailbox.loop, partial(mailbox.fail, error))
 
+    def _succeed(self, delay_seconds: float) -> None:
+        """Another engine in this one's place, under the lock: what is opened from now on is for the new one."""
+        self.num_restarts += 1
+        self.engine_info = None
+        self._settled.clear()
+        on_message = partial(self._on_message, self.num_restarts)
+        self.transport = ProcessTransport(
+            self.config, on_message, predecessor=self.transport, delay_seconds=delay_seconds
+        )
+
 
 class Mailbox:
-    """Where one request's outputs wait for its only reader; nobody but its event loop touches them."""
+    """Where one request's outputs wait for its only reader; nobody but its event loop touches them.
+
+    `transport`, which the client sets, leads to the engine that was asked: no other one knows the request.
+    """
+
+    transport: Transport
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request_id = request_id
