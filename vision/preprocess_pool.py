@@ -37,11 +37,12 @@ _SETTLE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class PlannedImage:
-    """A picture, the budget that was given for it, and what became of both."""
+    """A picture, the budget that was given for it, and what became of both. Only pictures of one salt are shared."""
 
     source: PictureSource
     limits: PixelLimits
     plan: ImagePlan
+    salt: bytes = b""
 
 
 @dataclass
@@ -92,7 +93,7 @@ class PreprocessPool:
         self._threads = PictureThreads(self.num_workers)
         self._settings_digest = settings_digest(self.processor, self.device_type if self._on_device else "cpu")
         self._room = Room(self.capacity_bytes)
-        self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._sizes: OrderedDict[tuple[bytes, bytes], tuple[int, int]] = OrderedDict()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._bytes_per_token = 0.0
         # `close` may run in another thread than the event loop.
@@ -112,21 +113,21 @@ class PreprocessPool:
     def _on_device(self) -> bool:
         return self.pixels_on == "device"
 
-    async def plan(self, source: PictureSource, limits: PixelLimits) -> PlannedImage:
-        """What the picture becomes, by its size alone: no pixel is decoded.
+    async def plan(self, source: PictureSource, limits: PixelLimits, salt: bytes = b"") -> PlannedImage:
+        """What the picture becomes, by its size alone: no pixel is decoded. `salt` has 64 bytes at most.
 
         Raises `DocumentError` for a file that cannot be read, `RequestError` for a shape that no encoder takes.
         """
-        width, height = await self._size(source)
-        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits))
+        width, height = await self._size(source, salt)
+        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits), salt)
 
-    async def _size(self, source: PictureSource) -> tuple[int, int]:
+    async def _size(self, source: PictureSource, salt: bytes) -> tuple[int, int]:
         if isinstance(source, DecodedPicture):
             return await self._threads.read(source)
-        size = self._sizes.get(source.digest)
+        size = self._sizes.get((source.digest, salt))
         if size is None:
             size = await self._call(source, "measure", source)
-            self._sizes[source.digest] = size
+            self._sizes[source.digest, salt] = size
             while len(self._sizes) > _MAX_KNOWN_SIZES:
                 self._sizes.popitem(last=False)
         return size
@@ -155,9 +156,9 @@ class PreprocessPool:
                     self._release(digest)
 
     def digest(self, image: PlannedImage) -> bytes:
-        """Identity of a picture's patches: of its source, and of all that decides its pixels."""
+        """Identity of a picture's patches: of its source, of all that decides its pixels, and of who may share them."""
         parts = (image.source.digest, self._settings_digest, image.plan.digest)
-        return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+        return hashlib.blake2b(b"".join(parts), digest_size=16, key=image.salt).digest()
 
     def close(self) -> None:
         """End the processes and give all shared memory back; what is under way ends with `shutting_down`."""

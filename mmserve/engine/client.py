@@ -114,10 +114,12 @@ class EngineClient:
         *,
         request_id: str | None = None,
         images: Sequence[ImageSpan] = (),
+        cache_salt: bytes = b"",
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Deltas of all `params.n` answers, interleaved. Leaving the iterator aborts what is unfinished.
 
-        The patches of `images` have to stay in shared memory until then.
+        The patches of `images` have to stay in shared memory until then. What is computed for the prompt is shared with
+        requests of the same `cache_salt` alone.
 
         Raises `RequestError` for what the engine refuses, `EngineError` if it dies.
         """
@@ -130,7 +132,7 @@ class EngineClient:
         }
         self._open(list(builders), mailbox)
         try:
-            self._submit(mailbox.transport, list(builders), token_ids, params, tuple(images))
+            self._submit(mailbox.transport, list(builders), token_ids, params, tuple(images), cache_salt)
             while mailbox.open_ids:
                 for output in await mailbox.take():
                     if output.request_id not in mailbox.open_ids:
@@ -177,6 +179,8 @@ class EngineClient:
         Only then is what an aborted request pointed to, such as an image's patches, not looked at any more.
         """
         settled: Future[None] = Future()
+        # From here on nobody can cancel it, and whoever tells that it is done cannot fail.
+        settled.set_running_or_notify_cancel()
         with self._lock:
             transport = self.transport
             if self._failure is None:
@@ -215,11 +219,12 @@ class EngineClient:
         prompt_token_ids: list[int],
         params: SamplingParams,
         images: tuple[ImageSpan, ...],
+        cache_salt: bytes,
     ) -> None:
         seed = uuid.uuid4().int & (2**63 - 1) if params.seed is None else params.seed
         for index, child_id in enumerate(child_ids):
             request = EngineRequest(
-                child_id, prompt_token_ids, params, seed=seed + index, images=images, arrival_time=time.monotonic()
+                child_id, prompt_token_ids, params, seed + index, images, time.monotonic(), cache_salt
             )
             transport.send(request)
 

@@ -112,4 +112,5 @@ def _sequence(request: EngineRequest) -> Sequence:
         seed=request.seed,
         images=request.images,
         arrival_time=request.arrival_time,
+        cache_salt=request.cache_salt,
     )

@@ -305,7 +305,7 @@ class Scheduler:
         start = i_block * self.block_size
         token_ids = sequence.tokens(start, start + self.block_size)
         hashes = sequence.block_hashes
-        parent_hash = hashes[i_block - 1] if i_block else b""
+        parent_hash = hashes[i_block - 1] if i_block else sequence.cache_salt
         if i_block == len(hashes):
             hashes.append(block_hash(parent_hash, token_ids, start, sequence.images))
         return hashes[i_block], parent_hash, token_ids

@@ -10,6 +10,7 @@ import mmserve
 from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
+from mmserve.server.request_id import RequestIds
 from mmserve.server.routers import chat, completions, health, models, summarize
 from mmserve.server.settings import ServerSettings
 from mmserve.server.state import ServedEngine, ServerState
@@ -43,6 +44,7 @@ def create_app(
         limits=dict.fromkeys(UPLOAD_PATHS, settings.max_upload_bytes),
     )
     install_error_handlers(app)
+    app.add_middleware(RequestIds)
     return app
 
 
