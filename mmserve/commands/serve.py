@@ -1,6 +1,5 @@
 """`mmserve serve`: the engine and the document pipelines over HTTP."""
 
-import logging
 import signal
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ import typer
 
 from mmserve.commands.documents import EXIT_INTERRUPTED, started_engine
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
-from mmserve.commands.progress import show_log
-from mmserve.config import parse_bytes
+from mmserve.config import LogFormat, parse_bytes
 from mmserve.weights import hub
 
 SERVE_ENGINE = EngineOptions(engine_process=True)
@@ -55,6 +53,17 @@ class ServerOptions:
             show_default="none",
         ),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option(
+            metavar="URL",
+            help="Send traces there, by OTLP over HTTP (http://host:4318/v1/traces); needs mmserve[otel].",
+            show_default="as OTEL_... say",
+        ),
+    ] = None
+    log_format: Annotated[
+        LogFormat, _option(help="Log lines on standard error: text, or an object of JSON each, with one a request.")
+    ] = "text"
     verbose: Annotated[bool, _option("--verbose", "-v", help="Say more, with one line a request.")] = False
 
 
@@ -76,11 +85,11 @@ def serve(
       mmserve serve --model Qwen/Qwen2.5-1.5B-Instruct --port 9000
       curl -F file=@report.pdf http://127.0.0.1:8000/v1/summarize
     """
-    show_log(verbose=server.verbose)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO if server.verbose else logging.WARNING)
+    from mmserve.server.logs import configure_logs
     from mmserve.server.runner import bind, run_server
     from mmserve.server.settings import ServerSettings
 
+    configure_logs(server.log_format, verbose=server.verbose)
     settings = ServerSettings(
         request_timeout=server.request_timeout,
         shutdown_timeout=server.shutdown_timeout,
@@ -93,6 +102,7 @@ def serve(
         max_json_bytes=parse_bytes(server.max_media_size) * 3 // 2,
         max_media_bytes=parse_bytes(server.max_media_size),
         allowed_media_hosts=tuple(server.allowed_media_hosts or ()),
+        otlp_traces_endpoint=server.otlp_traces_endpoint,
     )
     vision.to_limits()
     if hub.is_demo(engine.model):

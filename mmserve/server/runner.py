@@ -34,6 +34,8 @@ class DrainingServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             log_config=None,
+            # Ours says the same by route, without what a query may hold.
+            access_log=False,
             timeout_graceful_shutdown=int(settings.shutdown_timeout) + MARGIN_SECONDS,
             server_header=False,
         )

@@ -23,6 +23,7 @@ class ServerSettings:
     max_images_per_request: int = 64
     max_media_bytes: int = 32 * MIB
     allowed_media_hosts: tuple[str, ...] = ()
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.request_timeout is None or self.request_timeout > 0, "request-timeout", "must be above 0")

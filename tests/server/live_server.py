@@ -32,9 +32,11 @@ class LiveServer:
 
 
 @contextmanager
-def serving(engine: Any, *, reader: Any = None, prompts: Any = None, **settings: Any) -> Iterator[LiveServer]:
+def serving(
+    engine: Any, *, reader: Any = None, prompts: Any = None, tracing: Any = None, **settings: Any
+) -> Iterator[LiveServer]:
     chosen = ServerSettings(**{"shutdown_timeout": 0.2, **settings})
-    server = LiveServer(create_app(engine, reader, chosen, prompts), chosen)
+    server = LiveServer(create_app(engine, reader, chosen, prompts, tracing), chosen)
     server.start()
     try:
         yield server

@@ -82,15 +82,16 @@ class SummarizeCall:
 
     async def summary(self, upload: Upload, on_event: OnEvent | None = None) -> Summary:
         async with self.state.document_slots:
-            return await summarize(
-                upload.path,
-                name=upload.name,
-                engine=self.state.engine,
-                prompts=self.state.prompts,
-                reader=self.state.reader,
-                options=self.options,
-                on_event=on_event,
-            )
+            with self.state.observer("summarize", on_event) as observer:
+                return await summarize(
+                    upload.path,
+                    name=upload.name,
+                    engine=self.state.engine,
+                    prompts=self.state.prompts,
+                    reader=self.state.reader,
+                    options=self.options,
+                    on_event=observer.tell,
+                )
 
 
 @router.post("/v1/summarize", responses=DOCUMENT_ERRORS, openapi_extra=_multipart_body())
