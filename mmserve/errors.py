@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 ErrorCode = Literal[
     "invalid_request",
+    "unauthorized",
+    "forbidden",
     "context_length_exceeded",
     "model_not_found",
     "body_stalled",
@@ -23,6 +25,7 @@ ErrorCode = Literal[
     "not_found",
     "method_not_allowed",
     "queue_full",
+    "rate_limited",
     "internal_error",
     "engine_dead",
     "engine_not_ready",
@@ -40,6 +43,8 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "images_not_supported": 400,
         "url_not_allowed": 400,
         "url_unreachable": 400,
+        "unauthorized": 401,
+        "forbidden": 403,
         "model_not_found": 404,
         "not_found": 404,
         "method_not_allowed": 405,
@@ -53,6 +58,7 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "empty_document": 422,
         "password_required": 422,
         "queue_full": 429,
+        "rate_limited": 429,
         "internal_error": 500,
         "engine_dead": 503,
         "engine_not_ready": 503,

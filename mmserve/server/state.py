@@ -1,6 +1,5 @@
 """What all routes of one app share, and the checks that come before a route's own work."""
 
-import asyncio
 import hashlib
 import json
 import time
@@ -18,6 +17,7 @@ from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
 from mmserve.server.media_fetch import MediaFetcher, parse_allowed_hosts
 from mmserve.server.metrics import ServerMetrics
+from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
 from mmserve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from mmserve.engine.prompt_builder import PromptBuilder
     from mmserve.vision.pages import PageReader
     from mmserve.weights.tokenizer import Tokenizer
-
-
-LOCAL_OWNER = "local"
 
 
 class ServedEngine(Protocol):
@@ -49,6 +46,7 @@ class ServedEngine(Protocol):
         *,
         request_id: str | None = None,
         images: Sequence[ImageSpan] = (),
+        cache_salt: bytes = b"",
     ) -> "AsyncGenerator[CompletionDelta, None]": ...
 
 
@@ -65,21 +63,27 @@ class ServerState:
         self.fetcher = MediaFetcher(parse_allowed_hosts(settings.allowed_media_hosts), settings.max_media_bytes)
         self.drain = Drain()
         self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
-        self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
+        self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
             max_in_flight=scheduler.max_num_seqs + scheduler.max_num_waiting,
             max_waiting=scheduler.max_num_waiting,
             num_waiting=lambda: engine.stats.num_requests_waiting,
+            has_owners=settings.access.keys is not None,
         )
 
-    def engine_for(self, owner: str) -> ServedEngine:  # noqa: ARG002
-        """The engine as this owner's requests go to it."""
-        return self.engine
+    def engine_for(self, owner: str, cache_salt: str | None = None) -> OwnerEngine:
+        """The engine as this owner's requests go to it; `cache_salt` keeps some of them apart from the others."""
+        return OwnerEngine(self.engine, self._salt(owner, cache_salt))
 
-    def prompts_for(self, owner: str) -> "PromptBuilder":  # noqa: ARG002
-        return self.prompts
+    def prompts_for(self, owner: str, cache_salt: str | None = None) -> "PromptBuilder":
+        """What builds prompts for `engine_for` of the same arguments."""
+        salt = self._salt(owner, cache_salt)
+        return self.prompts.salted(salt) if salt else self.prompts
+
+    def _salt(self, owner: str, cache_salt: str | None) -> bytes:
+        return cache_salt_of(owner, cache_salt, is_shared=self.settings.access.share_caches)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from mmserve.server.errors import as_mmserve_error, envelope, from_validation
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.schemas.common import ERROR_RESPONSES, RequestModel
 from mmserve.server.sse import EventStream, frame
-from mmserve.server.state import ServerState, State, require_ready
+from mmserve.server.state import Owner, ServerState, State, require_ready
 from mmserve.server.uploads import Upload, receive_form
 
 router = APIRouter(tags=["documents"], dependencies=[Depends(require_ready)])
@@ -75,18 +75,19 @@ class SummarizeCall:
     state: ServerState
     uploads: tuple[Upload, ...]
     options: SummarizeOptions
+    owner: str
 
     @property
     def is_single(self) -> bool:
         return len(self.uploads) == 1
 
     async def summary(self, upload: Upload, on_event: OnEvent | None = None) -> Summary:
-        async with self.state.document_slots:
+        async with self.state.document_slots.of(self.owner):
             return await summarize(
                 upload.path,
                 name=upload.name,
-                engine=self.state.engine,
-                prompts=self.state.prompts,
+                engine=self.state.engine_for(self.owner),
+                prompts=self.state.prompts_for(self.owner),
                 reader=self.state.reader,
                 options=self.options,
                 on_event=on_event,
@@ -94,7 +95,7 @@ class SummarizeCall:
 
 
 @router.post("/v1/summarize", responses=DOCUMENT_ERRORS, openapi_extra=_multipart_body())
-async def create_summary(request: Request, state: State) -> Response:
+async def create_summary(request: Request, state: State, owner: Owner) -> Response:
     """Summarises each file sent in a field `file` (repeatable; `files` is accepted too), with page citations.
 
     One file gives its result, or its error. Several give `{"object": "list", "data": [...]}` in their order, where a
@@ -106,7 +107,7 @@ async def create_summary(request: Request, state: State) -> Response:
         cleanup.callback(form.discard)
         fields = SummarizeForm.parse(form.options)
         state.model_name(fields.model)
-        call = SummarizeCall(state, form.uploads, fields.to_options())
+        call = SummarizeCall(state, form.uploads, fields.to_options(), owner)
         timeout = state.settings.request_timeout
         if fields.stream:
             on_end = cleanup.pop_all().close
@@ -116,7 +117,7 @@ async def create_summary(request: Request, state: State) -> Response:
 
 
 async def _results(call: SummarizeCall) -> dict[str, Any]:
-    with call.state.gate.admit(len(call.uploads)):
+    with call.state.gate.admit(len(call.uploads), call.owner):
         if call.is_single:
             return (await call.summary(call.uploads[0])).to_dict()
         return {"object": "list", "data": await asyncio.gather(*(_result_or_error(call, u) for u in call.uploads))}
@@ -138,7 +139,7 @@ class _Failure:
 async def _frames(call: SummarizeCall) -> AsyncGenerator[str, None]:
     """Frames of all files, interleaved. A file that came alone and fails at once is an ordinary error."""
     queue: asyncio.Queue[str | _Failure | None] = asyncio.Queue()
-    with call.state.gate.admit(len(call.uploads)):
+    with call.state.gate.admit(len(call.uploads), call.owner):
         tasks = [asyncio.create_task(_work_off(call, index, queue)) for index in range(len(call.uploads))]
         try:
             is_first, num_open = True, len(tasks)

@@ -45,6 +45,9 @@ class SamplingFields(RequestModel):
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Requests of another salt share nothing of the prefix cache."
+    )
     user: str | None = Field(None, description="Accepted and ignored.")
     metadata: dict[str, Any] | None = Field(None, description="Accepted and ignored.")
 
@@ -124,9 +127,17 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         404: "The model is not served here.",
         413: "The body is too large.",
         415: "The content type cannot be read.",
-        429: "Too many requests wait; see Retry-After.",
+        429: "Too many requests wait, or came in a short time; see Retry-After.",
         500: "A fault of the server.",
         503: "The engine is loading, dead, or shutting down; see Retry-After.",
         504: "The request took longer than the server allows.",
+    }.items()
+}
+
+ACCESS_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorEnvelope, "description": description}
+    for status, description in {
+        401: "The server needs an API key, and this is none that it knows.",
+        403: "Without API keys: a name that the server does not answer to, or a page of another site.",
     }.items()
 }
