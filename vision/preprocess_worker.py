@@ -17,7 +17,7 @@ from mmserve.vision.page_types import PageLimits, PageOptions
 from mmserve.vision.page_workers import PageWorker, take_place
 from mmserve.vision.patches import load, share_all
 from mmserve.vision.picture_ref import share_picture
-from mmserve.vision.process_memory import give_back_memory
+from mmserve.vision.process_memory import give_back_memory, is_out_of_memory
 
 # Where pictures are scaled, normalised and cut: in a worker, or by the engine on its device.
 PixelsOn = Literal["worker", "device"]
@@ -83,8 +83,7 @@ def _within_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # torch's allocator raises RuntimeError where memory ends
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise DocumentError("page_too_large", "it takes more memory than one picture may") from None
     finally:

@@ -128,6 +128,10 @@ class EngineOptions:
     engine_process: Annotated[
         bool, _engine("--engine-process/--engine-thread", help="Run the engine in a process or a thread of its own.")
     ] = EngineConfig.use_process
+    max_engine_restarts: Annotated[
+        int,
+        _engine(min=0, help="How often in ten minutes an engine process that dies is started again."),
+    ] = EngineConfig.max_engine_restarts
 
     def to_config(self) -> EngineConfig:
         """Raises `RequestError` (`invalid_request`) naming the option at fault."""
@@ -142,6 +146,7 @@ class EngineOptions:
             seed=self.seed,
             num_threads=self.num_threads,
             use_process=self.engine_process,
+            max_engine_restarts=self.max_engine_restarts,
             enforce_eager=self.enforce_eager,
             async_scheduling=self.async_scheduling,
             cache=CacheConfig(

@@ -116,6 +116,13 @@ class Scheduler:
         self._finish(sequence)
         return True
 
+    def give_up(self, batch: ScheduledBatch) -> list[str]:
+        """Forget the sequences of the newest batch, which did not run; their ids."""
+        lost = [scheduled.sequence for scheduled in batch.sequences]
+        for sequence in lost:
+            self._finish(sequence)
+        return [sequence.request_id for sequence in lost]
+
     def schedule(self) -> ScheduledBatch:
         """The next batch: running sequences first, then waiting ones while budget, seats and blocks last."""
         scheduled: list[ScheduledSequence] = []

@@ -34,6 +34,7 @@ class ServedEngine(Protocol):
     tokenizer: "Tokenizer"
     max_model_len: int
     stats: EngineStats
+    num_restarts: int
     observers: "list[Callable[[RequestTimings], None]]"
 
     @property
@@ -62,7 +63,11 @@ class ServerState:
         self.settings = settings
         self.fetcher = MediaFetcher(parse_allowed_hosts(settings.allowed_media_hosts), settings.max_media_bytes)
         self.drain = Drain()
-        self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
+        self.metrics = ServerMetrics(
+            lambda: engine.stats,
+            lambda: None if prompts.pool is None else prompts.pool.stats,
+            num_restarts=lambda: engine.num_restarts,
+        )
         self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
@@ -111,7 +116,10 @@ class ServerState:
         if self.engine.state == "dead":
             raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
         if self.engine.state == "starting":
-            raise EngineError("engine_not_ready", "The model is still being loaded. Try again in a few seconds.")
+            what = (
+                "The engine ended, and is being started again" if self.engine.num_restarts else "The model is loading"
+            )
+            raise EngineError("engine_not_ready", f"{what}. Try again in a few seconds.")
 
 
 async def get_state(request: Request) -> ServerState:

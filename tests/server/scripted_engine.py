@@ -47,6 +47,7 @@ class ScriptedEngine:
     fail_after: int = 0
     state: Literal["starting", "ready", "dead"] = "ready"
     stats: EngineStats = field(default_factory=EngineStats)
+    num_restarts: int = 0
     max_model_len: int = 4096
     config: EngineConfig = field(
         default_factory=lambda: EngineConfig(
