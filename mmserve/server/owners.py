@@ -5,7 +5,7 @@ import hashlib
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from mmserve.config import EngineConfig
@@ -36,11 +36,18 @@ def _digest(content: bytes, key: bytes = b"") -> bytes:
 
 
 class OwnerEngine:
-    """The engine as one owner's requests go to it: with the owner's salt, and under ids that name the HTTP request."""
+    """The engine as one owner's requests go to it: with the owner's salt, and under ids that name the HTTP request.
 
-    def __init__(self, engine: "ServedEngine", cache_salt: bytes) -> None:
+    With `places` they go to it one by one as the owner gets them, so that nobody's queue stands before another's.
+    """
+
+    def __init__(
+        self, engine: "ServedEngine", owner: str, *, cache_salt: bytes = b"", places: "FairSlots | None" = None
+    ) -> None:
         self._engine = engine
+        self._owner = owner
         self._salts = {"cache_salt": cache_salt} if cache_salt else {}
+        self._places = places
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -65,7 +72,17 @@ class OwnerEngine:
         name, http_id = request_id or uuid.uuid4().hex, REQUEST_ID.get()
         # A client may send its id twice, and ids of the engine are each one's own.
         name = name if http_id is None else f"{name}@{http_id}"
-        return self._engine.generate(prompt_token_ids, params, request_id=name, images=images, **self._salts)
+        stream = self._engine.generate(prompt_token_ids, params, request_id=name, images=images, **self._salts)
+        return stream if self._places is None else _in_turn(stream, self._places.of(self._owner))
+
+
+async def _in_turn(
+    stream: "AsyncGenerator[CompletionDelta, None]", place: AbstractAsyncContextManager[None]
+) -> "AsyncGenerator[CompletionDelta, None]":
+    """A stream that begins when there is a place for it."""
+    async with place, aclosing(stream):
+        async for delta in stream:
+            yield delta
 
 
 class FairSlots:
@@ -104,7 +121,7 @@ class FairSlots:
             else:
                 self._give_back(owner)
             if isinstance(error, TimeoutError):
-                sentence = f"This document has waited {self._wait_seconds:g} seconds for its turn. Try again later."
+                sentence = f"This request has waited {self._wait_seconds:g} seconds for its turn. Try again later."
                 raise EngineError("queue_full", sentence) from None
             raise
 

@@ -77,10 +77,14 @@ class ServerState:
             num_waiting=lambda: engine.stats.num_requests_waiting,
             has_owners=settings.access.keys is not None,
         )
+        # As many again as run, so that the engine always finds the next ones.
+        num_places = 2 * scheduler.max_num_seqs
+        self._engine_places = None if settings.access.keys is None else FairSlots(num_places)
 
     def engine_for(self, owner: str, cache_salt: str | None = None) -> OwnerEngine:
         """The engine as this owner's requests go to it; `cache_salt` keeps some of them apart from the others."""
-        return OwnerEngine(self.engine, self._salt(owner, cache_salt))
+        salt = self._salt(owner, cache_salt)
+        return OwnerEngine(self.engine, owner, cache_salt=salt, places=self._engine_places)
 
     def prompts_for(self, owner: str, cache_salt: str | None = None) -> "PromptBuilder":
         """What builds prompts for `engine_for` of the same arguments."""

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import httpx
@@ -15,9 +15,10 @@ from scripted_engine import ScriptedEngine
 
 from mmserve.commands.options import DocumentOptions
 from mmserve.errors import EngineError, RequestError
+from mmserve.request import SamplingParams
 from mmserve.server.access import KeyRing
 from mmserve.server.limits import AdmissionGate
-from mmserve.server.owners import FairSlots
+from mmserve.server.owners import FairSlots, OwnerEngine
 from mmserve.server.rate_limit import parse_rate
 from mmserve.server.settings import AccessSettings, ServerSettings
 
@@ -136,6 +137,51 @@ def test_a_key_that_floods_the_server_leaves_room_for_another() -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     assert int(refused.headers["retry-after"]) > 0
     assert let_in.status_code == 200
+
+
+def test_what_one_owner_has_in_the_queue_stands_before_no_other() -> None:
+    engine = ScriptedEngine(answer="x")
+    engine_places = FairSlots(2)
+
+    async def ask(owner: str, number: int, params: SamplingParams) -> None:
+        through = OwnerEngine(engine, owner, places=engine_places)
+        async for _ in through.generate([65], params, request_id=f"{owner}{number}"):
+            pass
+
+    async def scenario() -> None:
+        engine.seconds_per_token = 0.001
+        asks = [asyncio.create_task(ask("a", number, SamplingParams())) for number in range(20)]
+        asks.append(asyncio.create_task(ask("b", 0, SamplingParams())))
+        await asyncio.sleep(0)
+        assert len(engine.started) <= 2
+        await asyncio.gather(*asks)
+
+    asyncio.run(scenario())
+    assert len(engine.finished) == 21
+    assert engine.started.index("b0") == 2, "after the two that had begun"
+    assert engine_places._num_free == 2
+
+
+def test_an_owner_who_leaves_while_waiting_for_the_engine_asks_nothing_of_it() -> None:
+    engine = ScriptedEngine(answer="xx", seconds_per_token=60.0)
+    engine_places = FairSlots(1)
+
+    async def first(owner: str) -> None:
+        async with aclosing(
+            OwnerEngine(engine, owner, places=engine_places).generate([65], SamplingParams())
+        ) as deltas:
+            await anext(deltas)
+
+    async def scenario() -> None:
+        tasks = [asyncio.create_task(first(owner)) for owner in ("a", "b")]
+        await asyncio.sleep(0.01)
+        for task in reversed(tasks):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert (len(engine.started), len(engine.aborted)) == (1, 1)
+    assert engine_places._num_free == 1
 
 
 # Documents at once
