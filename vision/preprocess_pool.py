@@ -7,9 +7,11 @@ wait, in their order, while those before them hold all the room there is: host m
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import threading
 import time
+import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -24,7 +26,7 @@ from mmserve.vision.decoded_picture import DecodedPicture, PictureSource
 from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image, settings_digest
 from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import PageLimits, PageOptions
-from mmserve.vision.patches import num_bytes, unlink
+from mmserve.vision.patches import num_bytes, unlink, unlink_marked
 from mmserve.vision.picture_threads import PictureThreads
 from mmserve.vision.preprocess_worker import PixelsOn, Processed
 from mmserve.vision.worker_pool import WorkerEntry, WorkerPool, reader_closed
@@ -99,6 +101,9 @@ class PreprocessPool:
         # `close` may run in another thread than the event loop.
         self._lock = threading.RLock()
         self._is_closed = False
+        # Short: some systems take names of 30 characters.
+        self._mark = f"mm-{uuid.uuid4().hex[:8]}"
+        self._numbers = itertools.count()
 
     @property
     def num_bytes(self) -> int:
@@ -172,6 +177,7 @@ class PreprocessPool:
         with self._lock:
             while self._entries:
                 _unlink(self._entries.popitem()[1].segments)
+        unlink_marked(self._mark)
 
     def _entry_point(self) -> WorkerEntry:
         from mmserve.vision.preprocess_worker import start_preprocess_worker
@@ -225,18 +231,26 @@ class PreprocessPool:
 
     async def _processed(self, image: PlannedImage) -> Processed:
         source, plan = image.source, image.plan
-        processed: Processed
         if isinstance(source, ImageSource):
-            processed = await self._call(source, "process", source, plan, image.limits)
-            return processed
+            return await self._call_to_share(source, "process", source, plan, image.limits)
         started = time.perf_counter()
         refs = await self._threads.share(source, plan)
         if self._on_device:
             return Processed(plan, refs, time.perf_counter() - started)
         try:
-            processed = await self._call(source, "cut", refs[0], plan)
+            return await self._call_to_share(source, "cut", refs[0], plan)
         finally:
             unlink(refs[0])
+
+    async def _call_to_share(self, source: PictureSource, method: str, *args: object) -> Processed:
+        """A call that shares pixels; what a worker that was ended in the midst of it had shared is given back."""
+        mark = f"{self._mark}-{next(self._numbers)}"
+        segments: tuple[PatchesRef, ...] = ()
+        try:
+            processed: Processed = await self._call(source, method, *args, mark)
+            segments = processed.segments
+        finally:
+            unlink_marked(mark, but=segments)
         return processed
 
     async def _call(self, source: PictureSource, method: str, *args: object) -> Any:
