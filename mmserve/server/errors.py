@@ -39,10 +39,7 @@ class BodyStalled(HTTPException):
 
 
 def envelope(error: MMServeError) -> dict[str, Any]:
-    """The error object that clients of OpenAI's interface understand."""
-    return {
-        "error": {"message": error.message, "type": _error_type(error), "param": error.param, "code": error.code},
-    }
+    return {"error": error.to_dict()}
 
 
 def error_response(error: MMServeError) -> JSONResponse:
@@ -142,12 +139,6 @@ def _from_http_exception(error: HTTPException) -> MMServeError:
     }
     code = codes.get(error.status_code, "invalid_request")
     return RequestError(code, sentences.get(error.status_code, str(error.detail)))
-
-
-def _error_type(error: MMServeError) -> str:
-    if error.http_status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if error.http_status < 500 else "server_error"
 
 
 def _param(location: Sequence[str | int]) -> str:
