@@ -16,7 +16,7 @@ from mmserve.errors import RequestError
 from mmserve.server.base64_data import decode_base64
 from mmserve.server.schemas.tasks import DocumentsBody, DocumentSource, TaskFields, TaskSchema
 from mmserve.server.state import ServerState, require_json
-from mmserve.server.uploads import display_name, is_multipart, declared_media_type, receive_form
+from mmserve.server.uploads import declared_media_type, display_name, is_multipart, receive_form
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ async def receive_task(request: Request, schema: TaskSchema, state: ServerState)
             form.discard()
             raise
         return SentTask(fields, tuple(SentDocument(one.name, one.path) for one in form.uploads), form.folder)
-    body = schema.body.parse(await _json_object(request))
+    body = schema.body.parse(await read_json_object(request))
     assert isinstance(body, DocumentsBody)
     documents = [_named(source, place) for place, source in enumerate(body.sources(settings.max_files), start=1)]
     return SentTask(body, tuple(documents), _new_folder(settings.upload_dir))
@@ -84,7 +84,8 @@ def _named(source: DocumentSource, position: int) -> SentDocument:
     return SentDocument(display_name(source.filename or in_url or source.file_id, position), source=source)
 
 
-async def _json_object(request: Request) -> Mapping[str, Any]:
+async def read_json_object(request: Request) -> Mapping[str, Any]:
+    """Raises `RequestError` for a body that is none."""
     media_type = declared_media_type(request)
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise RequestError(

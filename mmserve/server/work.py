@@ -1,7 +1,6 @@
 """A task over one document for one owner: from the result cache where it may, else by the engine."""
 
 import asyncio
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from mmserve.pipelines.events import OnEvent, TextAdded
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.state import ServerState
-
-# Of each kind of result, the field that its `TextAdded` events spell out.
-_TEXT_FIELDS = ("text", "markdown", "answer")
 
 
 @dataclass(frozen=True)
@@ -30,9 +26,17 @@ class TaskRun:
     async def result(self, path: Path, name: str, on_event: OnEvent | None = None) -> dict[str, Any]:
         """The task's result with `cached`. Raises as the task does; cancelling it ends the engine's work on it."""
         key = await self._key(path)
-        known = None if key is None or self.no_cache else await self.state.jobs.results.get(self.owner, key, name=name)
-        if known is not None:
-            return _told(known, on_event)
+        if key is not None and not self.no_cache:
+            known = await self.state.jobs.results.get(self.owner, key, name=name)
+            if known is not None:
+                _tell_text(known, on_event)
+                return {**known, "cached": True}
+        result = await self._made(path, name, on_event)
+        if key is not None:
+            await self.state.jobs.results.put(self.owner, key, result)
+        return {**result, "cached": False}
+
+    async def _made(self, path: Path, name: str, on_event: OnEvent | None) -> dict[str, Any]:
         async with self.state.document_slots:
             made = await TASKS[self.task].run(
                 path,
@@ -43,10 +47,7 @@ class TaskRun:
                 options=self.options,
                 on_event=on_event,
             )
-        result = made.to_dict()
-        if key is not None:
-            await self.state.jobs.results.put(self.owner, key, result)
-        return {**result, "cached": False}
+        return made.to_dict()
 
     async def _key(self, path: Path) -> ResultKey | None:
         """None for an answer that would be another one each time."""
@@ -54,3 +55,10 @@ class TaskRun:
             return None
         digest = await asyncio.to_thread(file_digest, path)
         return ResultKey.of(digest, self.task, self.options, self.state.model)
+
+
+def _tell_text(result: dict[str, Any], on_event: OnEvent | None) -> None:
+    """A reader who follows the text gets it, all at once."""
+    text = result.get("text")
+    if on_event is not None and isinstance(text, str):
+        on_event(TextAdded(text))

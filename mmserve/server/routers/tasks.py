@@ -1,4 +1,4 @@
-"""`POST /v1/summarize`: documents in, summaries with page citations out."""
+"""`POST /v1/summarize` and its sisters: documents in, results with pages out."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,126 +7,79 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import Field, ValidationError
 from starlette.responses import JSONResponse
 
 from mmserve.errors import MMServeError
-from mmserve.pipelines.events import Done, Event, OnEvent, TextAdded
-from mmserve.pipelines.page_views import Mode
-from mmserve.pipelines.prompts import Length
-from mmserve.pipelines.summarize import SummarizeOptions, summarize
-from mmserve.pipelines.summary import Summary
-from mmserve.server.errors import as_mmserve_error, envelope, from_validation
+from mmserve.pipelines.events import Done, Event, TextAdded
+from mmserve.pipelines.tasks import TaskName
+from mmserve.server.documents import SentDocument, SentTask, brought, receive_task
+from mmserve.server.errors import as_mmserve_error, envelope
 from mmserve.server.lifetime import run_within_lifetime
-from mmserve.server.schemas.common import ERROR_RESPONSES, RequestModel
-from mmserve.server.sse import EventStream, frame
-from mmserve.server.state import ServerState, State, require_ready
-from mmserve.server.uploads import Upload, receive_form
+from mmserve.server.schemas.operations import task_operation
+from mmserve.server.schemas.tasks import SCHEMAS
+from mmserve.server.sse import EventStream, frame, with_heartbeats
+from mmserve.server.state import Owner, ServerState, State, require_ready
+from mmserve.server.work import TaskRun
 
 router = APIRouter(tags=["documents"], dependencies=[Depends(require_ready)])
 
-DOCUMENT_ERRORS: dict[int | str, dict[str, Any]] = {
-    **ERROR_RESPONSES,
-    422: {**ERROR_RESPONSES[400], "description": "The document is damaged, empty or protected by a password."},
-}
-
-
-class SummarizeForm(RequestModel):
-    """The form's fields beside the files; all are optional."""
-
-    model: str | None = Field(None, description="A served name (see /v1/models); the first one if absent.")
-    stream: bool = Field(False, description="Send progress, text and results as server-sent events.")
-    pages: str | None = Field(None, description="Which pages, as 1-4,7,10- (from 1).")
-    prompt: str | None = Field(None, description="What the summary should pay attention to.")
-    length: Length | None = Field(None, description="How long the summary should be; medium if absent.")
-    language: str | None = Field(None, description="The language to answer in, by name; the document's own if absent.")
-    max_tokens: int | None = Field(None, description="Longest answer in tokens.")
-    temperature: float | None = Field(None, description="0, the default, is the same answer every time.")
-    seed: int | None = None
-    mode: Mode | None = Field(
-        None, description="What the model gets: pages as pictures (vision), as text, or the best that it takes (auto)."
-    )
-    max_pixels: int | None = Field(None, description="Scale each page's picture down to this many pixels.")
-    min_pixels: int | None = Field(None, description="Scale each page's picture up to this many pixels.")
-
-    @classmethod
-    def parse(cls, fields: dict[str, str]) -> "SummarizeForm":
-        """An empty field is one that was left out, as browsers send it. Raises `RequestError`."""
-        try:
-            return cls.model_validate({name: value for name, value in fields.items() if value.strip()})
-        except ValidationError as error:
-            raise from_validation(error.errors()) from None
-
-    def to_options(self) -> SummarizeOptions:
-        return SummarizeOptions(**self.model_dump(exclude={"model", "stream"}, exclude_none=True))
-
-
-def _multipart_body() -> dict[str, Any]:
-    fields = SummarizeForm.model_json_schema()["properties"]
-    files = {"type": "array", "items": {"type": "string", "format": "binary"}, "description": "The documents."}
-    schema = {"type": "object", "required": ["file"], "properties": {"file": files, **fields}}
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
-
 
 @dataclass(frozen=True)
-class SummarizeCall:
-    """One upload on its way."""
+class TaskCall:
+    """One request on its way."""
 
-    state: ServerState
-    uploads: tuple[Upload, ...]
-    options: SummarizeOptions
+    run: TaskRun
+    sent: SentTask
+
+    @property
+    def state(self) -> ServerState:
+        return self.run.state
 
     @property
     def is_single(self) -> bool:
-        return len(self.uploads) == 1
+        return len(self.sent.documents) == 1
 
-    async def summary(self, upload: Upload, on_event: OnEvent | None = None) -> Summary:
-        async with self.state.document_slots:
-            return await summarize(
-                upload.path,
-                name=upload.name,
-                engine=self.state.engine,
-                prompts=self.state.prompts,
-                reader=self.state.reader,
-                options=self.options,
-                on_event=on_event,
-            )
+    async def result(self, document: SentDocument) -> dict[str, Any]:
+        name, path = await brought(document, self.sent.folder, self.state, self.run.owner)
+        return await self.run.result(path, name)
 
 
-@router.post("/v1/summarize", responses=DOCUMENT_ERRORS, openapi_extra=_multipart_body())
-async def create_summary(request: Request, state: State) -> Response:
-    """Summarises each file sent in a field `file` (repeatable; `files` is accepted too), with page citations.
+def _add_route(task: TaskName) -> None:
+    async def create(request: Request, state: State, owner: Owner) -> Response:
+        return await _answer(task, request, state, owner)
 
-    One file gives its result, or its error. Several give `{"object": "list", "data": [...]}` in their order, where a
-    file that failed has an `error` in its place. `stream=true` gives server-sent events instead: `progress`, `delta`,
-    `result`, `error`, each with the file's `index` and `name`, and `done` at the end.
-    """
-    form = await receive_form(request, max_files=state.settings.max_files, parent=state.settings.upload_dir)
+    router.add_api_route(f"/v1/{task}", create, methods=["POST"], name=f"create_{task}", **task_operation(task))
+
+
+async def _answer(task: TaskName, request: Request, state: ServerState, owner: str) -> Response:
+    sent = await receive_task(request, SCHEMAS[task], state)
     with ExitStack() as cleanup:
-        cleanup.callback(form.discard)
-        fields = SummarizeForm.parse(form.options)
+        cleanup.callback(sent.discard)
+        fields = sent.fields
         state.model_name(fields.model)
-        call = SummarizeCall(state, form.uploads, fields.to_options())
+        call = TaskCall(TaskRun(state, owner, task, fields.to_options(), fields.no_cache), sent)
         timeout = state.settings.request_timeout
         if fields.stream:
             on_end = cleanup.pop_all().close
-            return EventStream(_frames(call), drain=state.drain, timeout=timeout, error_event="error", on_end=on_end)
+            frames = with_heartbeats(_frames(call))
+            return EventStream(frames, drain=state.drain, timeout=timeout, error_event="error", on_end=on_end)
         content = await run_within_lifetime(_results(call), receive=request.receive, drain=state.drain, timeout=timeout)
     return JSONResponse(content)
 
 
-async def _results(call: SummarizeCall) -> dict[str, Any]:
-    with call.state.gate.admit(len(call.uploads)):
+async def _results(call: TaskCall) -> dict[str, Any]:
+    documents = call.sent.documents
+    with call.state.gate.admit(len(documents)):
         if call.is_single:
-            return (await call.summary(call.uploads[0])).to_dict()
-        return {"object": "list", "data": await asyncio.gather(*(_result_or_error(call, u) for u in call.uploads))}
+            return await call.result(documents[0])
+        return {"object": "list", "data": await asyncio.gather(*(_result_or_error(call, one) for one in documents))}
 
 
-async def _result_or_error(call: SummarizeCall, upload: Upload) -> dict[str, Any]:
+async def _result_or_error(call: TaskCall, document: SentDocument) -> dict[str, Any]:
     try:
-        return (await call.summary(upload)).to_dict()
+        return await call.result(document)
     except Exception as error:
-        return {"name": upload.name, **envelope(as_mmserve_error(error))}
+        return {"name": document.name, **envelope(as_mmserve_error(error))}
 
 
 @dataclass(frozen=True)
@@ -135,13 +88,17 @@ class _Failure:
     text: str
 
 
-async def _frames(call: SummarizeCall) -> AsyncGenerator[str, None]:
+_Queue = asyncio.Queue[str | _Failure | None]
+
+
+async def _frames(call: TaskCall) -> AsyncGenerator[str, None]:
     """Frames of all files, interleaved. A file that came alone and fails at once is an ordinary error."""
-    queue: asyncio.Queue[str | _Failure | None] = asyncio.Queue()
-    with call.state.gate.admit(len(call.uploads)):
-        tasks = [asyncio.create_task(_work_off(call, index, queue)) for index in range(len(call.uploads))]
+    queue: _Queue = asyncio.Queue()
+    num_open = len(call.sent.documents)
+    with call.state.gate.admit(num_open):
+        tasks = [asyncio.create_task(_work_off(call, index, queue)) for index in range(num_open)]
         try:
-            is_first, num_open = True, len(tasks)
+            is_first = True
             while num_open:
                 item = await queue.get()
                 if item is None:
@@ -158,11 +115,12 @@ async def _frames(call: SummarizeCall) -> AsyncGenerator[str, None]:
     yield frame({"type": "done"}, event="done")
 
 
-async def _work_off(call: SummarizeCall, index: int, queue: "asyncio.Queue[str | _Failure | None]") -> None:
-    upload = call.uploads[index]
+async def _work_off(call: TaskCall, index: int, queue: _Queue) -> None:
+    document = call.sent.documents[index]
+    name = document.name
 
     def framed(kind: str, data: dict[str, Any]) -> str:
-        return frame({"type": kind, "index": index, "name": upload.name, **data}, event=kind)
+        return frame({"type": kind, "index": index, "name": name, **data}, event=kind)
 
     def tell(event: Event) -> None:
         if isinstance(event, TextAdded):
@@ -171,10 +129,15 @@ async def _work_off(call: SummarizeCall, index: int, queue: "asyncio.Queue[str |
             queue.put_nowait(framed("progress", {"event": event.kind, **event.to_dict()}))
 
     try:
-        summary = await call.summary(upload, tell)
-        queue.put_nowait(framed("result", {"result": summary.to_dict()}))
+        name, path = await brought(document, call.sent.folder, call.state, call.run.owner)
+        result = await call.run.result(path, name, tell)
+        queue.put_nowait(framed("result", {"result": result}))
     except Exception as error:
         known = as_mmserve_error(error)
         queue.put_nowait(_Failure(known, framed("error", envelope(known))))
     finally:
         queue.put_nowait(None)
+
+
+for _task in SCHEMAS:
+    _add_route(_task)

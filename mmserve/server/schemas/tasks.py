@@ -4,23 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from mmserve.errors import RequestError
 from mmserve.pipelines.page_views import Mode
 from mmserve.pipelines.prompts import Length
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TASKS, TaskName
-from mmserve.server.errors import from_validation
 from mmserve.server.schemas.common import RequestModel
 
 
 class TaskFields(RequestModel):
-    """What may be asked of every task; all of it is optional."""
+    """What may be asked of every task; all of it is optional. Subclasses are the fields of a form beside the files."""
 
     task: ClassVar[TaskName]
 
     model: str | None = Field(None, description="A served name (see /v1/models); the first one if absent.")
+    stream: bool = Field(False, description="Send progress, text and results as server-sent events.")
     no_cache: bool = Field(False, description="Ask the model again even if the answer is known.")
     pages: str | None = Field(None, description="Which pages, as 1-4,7,10- (from 1).", examples=["1-4,7,10-"])
     max_tokens: int | None = Field(None, description="Longest answer in tokens.")
@@ -31,14 +31,6 @@ class TaskFields(RequestModel):
     )
     max_pixels: int | None = Field(None, description="Scale each page's picture down to this many pixels.")
     min_pixels: int | None = Field(None, description="Scale each page's picture up to this many pixels.")
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Raises `RequestError` that names the field."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise from_validation(error.errors()) from None
 
     @classmethod
     def parse_form(cls, fields: Mapping[str, str]) -> Self:
@@ -86,9 +78,7 @@ class DocumentsBody(DocumentSource):
 
     def sources(self, most: int) -> list[DocumentSource]:
         """Raises `RequestError` unless there is at least one document and each is in exactly one place."""
-        own = DocumentSource(
-            file_data=self.file_data, file_id=self.file_id, url=self.url, filename=self.filename
-        )
+        own = DocumentSource(file_data=self.file_data, file_id=self.file_id, url=self.url, filename=self.filename)
         if self.files is None:
             return [_checked(own, "")]
         if own.num_given:
@@ -112,27 +102,18 @@ def _checked(source: DocumentSource, where: str) -> DocumentSource:
     )
 
 
-class StreamField(RequestModel):
-    stream: bool = Field(False, description="Send progress, text and results as server-sent events.")
-
-
-class SummarizeForm(StreamField, SummarizeFields):
-    """A form's fields beside the files."""
-
-
-class SummarizeBody(DocumentsBody, SummarizeForm):
+class SummarizeBody(DocumentsBody, SummarizeFields):
     """The same in JSON, with the documents."""
 
 
 @dataclass(frozen=True)
 class TaskSchema:
-    """What a task is sent: the fields of its form, the body in JSON, and the options of a job."""
+    """What a task is sent: the fields of its form, and the body in JSON."""
 
-    options: type[TaskFields]
     form: type[TaskFields]
     body: type[TaskFields]
 
 
 SCHEMAS: Mapping[TaskName, TaskSchema] = {
-    "summarize": TaskSchema(SummarizeFields, SummarizeForm, SummarizeBody),
+    "summarize": TaskSchema(SummarizeFields, SummarizeBody),
 }
