@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmserve.errors import RequestError
-from mmserve.server.media_fetch import parse_allowed_hosts
+from mmserve.jobs.outbound import parse_allowed_hosts
 
 MIB = 1024**2
 

@@ -13,10 +13,11 @@ import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import EngineError, RequestError
+from mmserve.jobs.outbound import parse_allowed_hosts
 from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
-from mmserve.server.media_fetch import MediaFetcher, parse_allowed_hosts
+from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
 from mmserve.server.settings import ServerSettings
 
