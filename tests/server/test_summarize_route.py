@@ -114,7 +114,7 @@ def test_a_file_that_came_alone_fails_with_the_status_of_its_fault(
 
 
 def test_a_stream_tells_progress_text_results_errors_and_the_end(server: LiveServer) -> None:
-    events = events_of(post(server, ("a.txt", TEXT), ("bad.pdf", DAMAGED), stream="true"))
+    events = events_of(post(server, ("a.txt", TEXT), ("bad.pdf", DAMAGED), stream="true", no_cache="true"))
     names = [name for name, _ in events]
     assert {"progress", "delta", "result", "error"} <= set(names)
     assert names[-1] == "done"
