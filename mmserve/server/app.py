@@ -1,14 +1,13 @@
 """The application: routes, limits, error handling and metrics around one engine and one page reader."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
 import mmserve
 from mmserve.engine.prompt_builder import PromptBuilder
-from mmserve.errors import MMServeError
 from mmserve.pipelines.tasks import TASKS
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
@@ -28,8 +27,8 @@ def create_app(
 ) -> FastAPI:
     """An app that serves `client`, which may still be starting. Who made its arguments closes them, not the app.
 
-    Without `prompts` the app takes no pictures. Jobs are worked on from the app's start to its end; what goes wrong
-    with their database at the start is in `startup_error` of its state.
+    Without `prompts` the app takes no pictures. Who serves the app enters the `jobs` of its state before, and leaves
+    them after: `DrainingServer` does.
     """
     state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings)
     app = FastAPI(
@@ -55,11 +54,7 @@ def create_app(
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: ServerState = app.state.server
     state.engine.observers.append(state.metrics.observe)
-    async with AsyncExitStack() as stack:
-        stack.callback(state.engine.observers.remove, state.metrics.observe)
-        try:
-            await stack.enter_async_context(state.jobs)
-        except MMServeError as error:
-            state.startup_error = error
-            raise
+    try:
         yield
+    finally:
+        state.engine.observers.remove(state.metrics.observe)

@@ -28,7 +28,10 @@ POLL_SECONDS = 0.05
 
 
 class DrainingServer(uvicorn.Server):
-    """Runs `app` until a signal or `should_exit`. `received_signal` says which signal ended it, if one did."""
+    """Runs `app` until a signal or `should_exit`. `received_signal` says which signal ended it, if one did.
+
+    Jobs are worked on meanwhile. Those that run at the end are left for the next start.
+    """
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         config = uvicorn.Config(
@@ -41,6 +44,11 @@ class DrainingServer(uvicorn.Server):
         self._state: ServerState = app.state.server
         self._grace_seconds = settings.shutdown_timeout
         self.received_signal: int | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises `StorageError` or `SetupError` where files and jobs cannot be kept."""
+        async with self._state.jobs:
+            await super().serve(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -81,13 +89,10 @@ def run_server(
     Raises what the engine or the database of jobs could not start for. The reader is closed at the end, the rest is the
     caller's.
     """
-    app = create_app(engine, reader, settings, prompts)
-    server = DrainingServer(app, settings)
+    server = DrainingServer(create_app(engine, reader, settings, prompts), settings)
     with server.signals_stop():
         say(f"Listening on {url_of(listener)} (docs at {url_of(listener)}/docs); the model is being loaded.")
         asyncio.run(_serve(server, engine, reader, listener, say))
-    if app.state.server.startup_error is not None:
-        raise app.state.server.startup_error
     if server.received_signal is None:
         engine.wait_until_ready(timeout=0)
     return server.received_signal

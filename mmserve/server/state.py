@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
-from mmserve.errors import EngineError, MMServeError, RequestError
+from mmserve.errors import EngineError, RequestError
 from mmserve.jobs.outbound import parse_allowed_hosts
 from mmserve.jobs.service import JobService
 from mmserve.request import ImageSpan, SamplingParams
@@ -69,7 +69,6 @@ class ServerState:
         self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
         self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
         self.jobs = JobService(settings.jobs, self)
-        self.startup_error: MMServeError | None = None
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
