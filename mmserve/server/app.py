@@ -10,15 +10,17 @@ from starlette.middleware.cors import CORSMiddleware
 
 import mmserve
 from mmserve.engine.prompt_builder import PromptBuilder
+from mmserve.pipelines.tasks import TASKS
 from mmserve.server.access import RequireKey
 from mmserve.server.browsers import BrowserGuard, SecurityHeaders
 from mmserve.server.docs_page import DOCS_PATHS
 from mmserve.server.docs_page import router as docs_router
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
+from mmserve.server.openapi import install_openapi
 from mmserve.server.rate_limit import RateLimit
 from mmserve.server.request_id import RequestIds
-from mmserve.server.routers import chat, completions, health, models, summarize
+from mmserve.server.routers import chat, completions, files, health, jobs, models, tasks
 from mmserve.server.schemas.common import ACCESS_RESPONSES
 from mmserve.server.settings import AccessSettings, ServerSettings
 from mmserve.server.state import ServedEngine, ServerState
@@ -26,7 +28,7 @@ from mmserve.server.state import ServedEngine, ServerState
 if TYPE_CHECKING:
     from mmserve.vision.pages import PageReader
 
-UPLOAD_PATHS = ("/v1/summarize",)
+UPLOAD_PATHS = (*(f"/v1/{task}" for task in TASKS), "/v1/files", "/v1/jobs")
 
 
 def create_app(
@@ -34,7 +36,8 @@ def create_app(
 ) -> FastAPI:
     """An app that serves `client`, which may still be starting. Who made its arguments closes them, not the app.
 
-    Without `prompts` the app takes no pictures.
+    Without `prompts` the app takes no pictures. Who serves the app enters the `jobs` of its state before, and leaves
+    them after: `DrainingServer` does.
     """
     state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings)
     app = FastAPI(
@@ -52,9 +55,11 @@ def create_app(
         ],
     )
     app.state.server = state
-    for router in (summarize.router, chat.router, completions.router, models.router, health.router, docs_router):
-        app.include_router(router)
+    for routes in (tasks, files, jobs, chat, completions, models, health):
+        app.include_router(routes.router)
+    app.include_router(docs_router)
     _add_middleware(app, settings)
+    install_openapi(app)
     return app
 
 

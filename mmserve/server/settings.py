@@ -1,15 +1,23 @@
 """What an operator decides about the server itself; what concerns the engine is in `EngineConfig`."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmserve.errors import RequestError
+from mmserve.jobs.outbound import parse_allowed_hosts
+from mmserve.jobs.settings import JobSettings
 from mmserve.server.access import KeyRing
 from mmserve.server.browsers import check_origins
-from mmserve.server.media_fetch import parse_allowed_hosts
 from mmserve.server.rate_limit import parse_rate
 
 MIB = 1024**2
+DAY = 24 * 3600.0
+
+
+def default_data_dir() -> Path:
+    """Where this user's programs keep what outlives them (XDG base directories)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "mmserve"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +44,10 @@ class AccessSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How much the server takes. Times are in seconds.
+    """How much the server takes, and where it keeps what. Times are in seconds; a timeout of None is no limit.
 
-    `request_timeout=None` and `queue_timeout=None` are no limit; the latter is for documents that wait for their turn.
+    `queue_timeout` is for documents that wait for their turn. Files, jobs and results are in `data_dir`, those that are
+    rows in SQLite there or at `database_url`.
     """
 
     access: AccessSettings = field(default_factory=AccessSettings)
@@ -54,6 +63,12 @@ class ServerSettings:
     max_images_per_request: int = 64
     max_media_bytes: int = 32 * MIB
     allowed_media_hosts: tuple[str, ...] = ()
+    data_dir: Path = field(default_factory=default_data_dir)
+    database_url: str | None = None
+    retention_seconds: float = 7 * DAY
+    max_queued_jobs: int = 1000
+    webhook_hosts: tuple[str, ...] = ()
+    webhook_secret: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check(self.request_timeout is None or self.request_timeout > 0, "request-timeout", "must be above 0")
@@ -67,6 +82,22 @@ class ServerSettings:
         _check(self.max_media_bytes > 0, "max-media-size", "must be positive")
         parse_allowed_hosts(self.allowed_media_hosts)
         _check(self.max_concurrent_documents > 0, "max-concurrent-documents", "must be positive")
+        _check(self.retention_seconds > 0, "retention", "must be positive")
+        _check(self.max_queued_jobs > 0, "max-queued-jobs", "must be positive")
+        _ = self.jobs
+
+    @property
+    def jobs(self) -> JobSettings:
+        """Raises `RequestError` for hosts or a secret that are none."""
+        return JobSettings(
+            data_dir=self.data_dir,
+            database_url=self.database_url,
+            retention_seconds=self.retention_seconds,
+            max_queued_jobs=self.max_queued_jobs,
+            max_concurrent_documents=self.max_concurrent_documents,
+            webhook_hosts=self.webhook_hosts,
+            webhook_secret=self.webhook_secret,
+        )
 
 
 def _check(condition: bool, option: str, sentence: str) -> None:

@@ -12,10 +12,12 @@ import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import EngineError, RequestError
+from mmserve.jobs.outbound import parse_allowed_hosts
+from mmserve.jobs.service import JobService
 from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
-from mmserve.server.media_fetch import MediaFetcher, parse_allowed_hosts
+from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
 from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
 from mmserve.server.settings import ServerSettings
@@ -69,6 +71,7 @@ class ServerState:
             num_restarts=lambda: engine.num_restarts,
         )
         self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
+        self.jobs = JobService(settings.jobs, self)
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
@@ -95,6 +98,12 @@ class ServerState:
         return cache_salt_of(owner, cache_salt, is_shared=self.settings.access.share_caches)
 
     @property
+    def model(self) -> str:
+        """All that may change an answer besides the document and the options of its task."""
+        reading = (self.reader.options, self.reader.limits, self.prompts.limits)
+        return f"{self.system_fingerprint}|{reading!r}"
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         return self.engine.config.names
 
@@ -114,9 +123,12 @@ class ServerState:
             )
         return asked or self.model_names[0]
 
-    def require_ready(self) -> None:
+    def require_running(self) -> None:
         if self.drain.has_begun:
             raise EngineError("shutting_down", "The server is shutting down and takes no new requests.")
+
+    def require_ready(self) -> None:
+        self.require_running()
         if self.engine.state == "dead":
             raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
         if self.engine.state == "starting":
@@ -145,6 +157,11 @@ Owner = Annotated[str, Depends(get_owner)]
 
 async def require_ready(state: State) -> None:
     state.require_ready()
+
+
+async def require_running(state: State) -> None:
+    """For what needs no model."""
+    state.require_running()
 
 
 async def require_json(request: Request) -> None:
