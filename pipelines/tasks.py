@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 from mmserve.errors import RequestError
+from mmserve.pipelines.ask import AskOptions, ask
 from mmserve.pipelines.document import DocumentReader
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, PageReport
@@ -65,4 +66,9 @@ class Task:
             raise RequestError("invalid_request", f"the options do not fit: {error}") from None
 
 
-TASKS: Mapping[TaskName, Task] = MappingProxyType({"summarize": Task(SummarizeOptions, summarize)})
+TASKS: Mapping[TaskName, Task] = MappingProxyType(
+    {
+        "summarize": Task(SummarizeOptions, summarize),
+        "ask": Task(AskOptions, ask),
+    }
+)

@@ -177,9 +177,18 @@ class DocumentOptions:
     page_workers: Annotated[int, _pages(min=1, help="Processes that read pages.")] = 2
     max_pages: Annotated[int, _pages(help="Refuse documents of more pages.")] = PageLimits.max_pages
     max_file_bytes: Annotated[str, _pages(metavar="SIZE", help="Refuse larger files.")] = "200MiB"
+    max_page_pixels: Annotated[int, _pages(help="Refuse pictures of more pixels, and draw no page larger.")] = (
+        PageLimits.max_pixels
+    )
+    page_timeout: Annotated[float, _pages(help="Seconds that the work on one page may take.")] = PageLimits.page_timeout
 
     def to_limits(self) -> PageLimits:
-        return PageLimits(max_pages=self.max_pages, max_bytes=parse_bytes(self.max_file_bytes))
+        return PageLimits(
+            max_pages=self.max_pages,
+            max_bytes=parse_bytes(self.max_file_bytes),
+            max_pixels=self.max_page_pixels,
+            page_timeout=self.page_timeout,
+        )
 
     def open_reader(self) -> "PageReader":
         """A reader with these options; close it when done. Raises `RequestError` naming the option at fault."""

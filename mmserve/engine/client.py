@@ -23,6 +23,7 @@ from mmserve.engine.completion import (
     as_exception,
     merge_deltas,
 )
+from mmserve.engine.mailbox import Mailbox
 from mmserve.engine.messages import (
     AbortRequest,
     EngineFailed,
@@ -126,21 +127,17 @@ class EngineClient:
         """
         self._raise_if_dead()
         token_ids = _as_token_ids(prompt_token_ids)
-        mailbox = Mailbox(request_id or uuid.uuid4().hex, asyncio.get_running_loop())
+        request_id = request_id or uuid.uuid4().hex
         builders = {
             child_id: AnswerBuilder(index, len(token_ids), params, self.tokenizer)
-            for index, child_id in enumerate(self._child_ids(mailbox.request_id, params.n))
+            for index, child_id in enumerate(self._child_ids(request_id, params.n))
         }
+        mailbox = Mailbox(request_id, asyncio.get_running_loop(), builders, self._close)
         self._open(list(builders), mailbox)
         try:
             self._submit(mailbox.transport, list(builders), token_ids, params, tuple(images), cache_salt)
-            while mailbox.open_ids:
-                for output in await mailbox.take():
-                    if output.request_id not in mailbox.open_ids:
-                        continue
-                    delta = builders[output.request_id].push(output)
-                    if delta.finish_reason is not None:
-                        self._close(output.request_id, aborts=output.finish_reason is None)
+            while mailbox.has_more:
+                for delta in await mailbox.take():
                     yield delta
         except MMServeError:
             for builder in builders.values():
@@ -148,7 +145,7 @@ class EngineClient:
             raise
         finally:
             for child_id in list(mailbox.open_ids):
-                self._close(child_id, aborts=True)
+                self._close(child_id, True)
             for builder in builders.values():
                 self._observe(builder.timings())
 
@@ -229,7 +226,7 @@ class EngineClient:
             )
             transport.send(request)
 
-    def _close(self, child_id: str, *, aborts: bool) -> None:
+    def _close(self, child_id: str, aborts: bool) -> None:
         with self._lock:
             mailbox = self._mailboxes.pop(child_id)
             mailbox.open_ids.remove(child_id)
@@ -329,46 +326,6 @@ class EngineClient:
         self.transport = ProcessTransport(
             self.config, on_message, predecessor=self.transport, delay_seconds=delay_seconds
         )
-
-
-class Mailbox:
-    """Where one request's outputs wait for its only reader; nobody but its event loop touches them.
-
-    `transport`, which the client sets, leads to the engine that was asked: no other one knows the request.
-    """
-
-    transport: Transport
-
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id = request_id
-        self.loop = loop
-        self.open_ids: set[str] = set()
-        self._outputs: list[TokenOutput] = []
-        self._error: MMServeError | None = None
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, output: TokenOutput) -> None:
-        self._outputs.append(output)
-        self._wake_reader()
-
-    def fail(self, error: MMServeError) -> None:
-        """The reader gets what has come so far, and then the error."""
-        self._error = error
-        self._wake_reader()
-
-    async def take(self) -> list[TokenOutput]:
-        """All that has come since the last call, waiting until there is something."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._reader = self.loop.create_future()
-            await self._reader
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _wake_reader(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
 
 def _put_all(items: Sequence[tuple[Mailbox, TokenOutput]]) -> None:
