@@ -5,6 +5,7 @@ import contextlib
 import logging
 
 from mmserve.errors import MMServeError
+from mmserve.jobs.bells import heard
 from mmserve.jobs.job_run import Bench, JobRun
 from mmserve.jobs.queue import ClaimLost
 from mmserve.jobs.records import Job
@@ -57,8 +58,7 @@ class JobRunner:
                     self._start(job)
             except MMServeError as error:
                 _log.warning("no job can be taken up: %s", error)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._bell.wait(), _POLL_SECONDS)
+            await heard(self._bell, _POLL_SECONDS)
 
     def _start(self, job: Job) -> None:
         task = self._running[job.id] = asyncio.create_task(self._run(job))
