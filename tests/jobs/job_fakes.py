@@ -227,6 +227,11 @@ class Office:
         )
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
 async def ended(service: JobService, job: Job) -> Job:
     """The job, when it has ended."""
     await events_of(service, job)

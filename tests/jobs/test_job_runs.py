@@ -7,6 +7,7 @@ import pytest
 from job_fakes import CountingEngine, Desk, Office, document_text, ended, events_of, text_of
 
 from mmserve.errors import DocumentError, EngineError, ErrorCode, MMServeError, RequestError
+from mmserve.jobs.service import JobService
 
 pytest_plugins = ["job_fixtures"]
 
@@ -358,9 +359,9 @@ def test_jobs_that_are_cancelled_at_random_leave_nothing_behind(office: Office) 
     chance = random.Random(7)
     office.desk.engine.delay = 0.0005
 
-    async def cancel_later(service: object, job_id: str) -> None:
+    async def cancel_later(service: JobService, job_id: str) -> None:
         await asyncio.sleep(chance.random() * 0.3)
-        await service.jobs.cancel("anna", job_id)  # type: ignore[attr-defined]
+        await service.jobs.cancel("anna", job_id)
 
     async def scenario() -> None:
         async with office.service(max_concurrent_documents=3) as service:
