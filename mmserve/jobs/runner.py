@@ -83,10 +83,13 @@ class JobRunner:
             _log.exception("job %s met a fault", job.id)
 
     async def _put_back(self, job_id: str) -> None:
-        """After a moment, so that an obstacle is not run against all the time."""
-        await asyncio.sleep(_OBSTACLE_SECONDS)
-        with contextlib.suppress(MMServeError):
-            await self._bench.queue.release(job_id)
+        """After a moment, so that an obstacle is not run against all the time, and when the database takes it."""
+        is_back = False
+        while not is_back:
+            await asyncio.sleep(_OBSTACLE_SECONDS)
+            with contextlib.suppress(MMServeError):
+                await self._bench.queue.release(job_id)
+                is_back = True
 
     async def _keep_claims(self) -> None:
         while True:
