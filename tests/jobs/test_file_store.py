@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from job_fakes import Office, document_text, ended
-from sqlalchemy import func, select
+from sqlalchemy import Connection, Table, func, select
 
 from mmserve.errors import RequestError, StorageError
 from mmserve.jobs.database import Database
@@ -21,12 +21,15 @@ pytest_plugins = ["job_fixtures"]
 
 
 async def num_rows(database: Database, *names: str) -> list[int]:
-    return [
-        await database.read(
-            lambda c, t=metadata.tables[name]: c.execute(select(func.count()).select_from(t)).scalar_one()
-        )
-        for name in names
-    ]
+    def count(connection: Connection) -> list[int]:
+        queries = [select(func.count()).select_from(metadata.tables[name]) for name in names]
+        return [connection.execute(query).scalar_one() for query in queries]
+
+    return await database.read(count)
+
+
+async def owners_in(database: Database, table: Table) -> set[str]:
+    return await database.read(lambda connection: set(connection.execute(select(table.c.owner)).scalars()))
 
 
 def stored_paths(office: Office) -> list[Path]:
@@ -132,8 +135,7 @@ def test_deleting_a_file_removes_all_that_was_made_of_it(office: Office) -> None
             assert not file.folder.exists()
             assert theirs.path.exists()
             for table in (files, page_texts, results):
-                owners = await database.read(lambda c, t=table: set(c.execute(select(t.c.owner)).scalars()))
-                assert owners == {"bert"}
+                assert await owners_in(database, table) == {"bert"}
             assert await service.files.page_picture(file, 1, 200, draw) == b"picture"
             assert not file.folder.exists()
 

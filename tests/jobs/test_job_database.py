@@ -135,7 +135,9 @@ def test_a_locked_database_refuses_and_then_goes_on(sqlite_office: Office) -> No
     asyncio.run(scenario())
 
 
-def test_a_job_waits_while_the_database_is_locked(sqlite_office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_waits_while_the_database_is_locked(
+    sqlite_office: Office, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("mmserve.jobs.runner._OBSTACLE_SECONDS", 0.01)
     reader = sqlite_office.desk.reader
     reader.delay = 0.02
@@ -147,7 +149,7 @@ def test_a_job_waits_while_the_database_is_locked(sqlite_office: Office, monkeyp
             await until(lambda: len(reader.read) == 2)
             with closing(sqlite3.connect(sqlite_office.folder / "data" / "jobs.db")) as other:
                 other.execute("BEGIN IMMEDIATE")
-                await until(lambda: service.counters.num_running == 0)
+                await until(lambda: "has to wait" in caplog.text)
                 other.rollback()
             done = await ended(service, job)
         assert done.status == "done"
