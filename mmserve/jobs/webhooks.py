@@ -7,7 +7,6 @@ full. Redirects are not followed.
 import asyncio
 import base64
 import binascii
-import contextlib
 import json
 import logging
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from standardwebhooks import Webhook
 
 from mmserve.errors import MMServeError, RequestError
+from mmserve.jobs.bells import heard
 from mmserve.jobs.database import Database
 from mmserve.jobs.ids import new_id
 from mmserve.jobs.outbound import (
@@ -118,8 +118,7 @@ class WebhookOutbox:
             except MMServeError as error:
                 _log.warning("webhooks have to wait: %s", error)
                 seconds = _POLL_SECONDS
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._bell.wait(), seconds)
+            await heard(self._bell, seconds)
 
     async def deliver_due(self) -> int:
         """The number of attempts made."""
@@ -140,10 +139,9 @@ class WebhookOutbox:
     async def _attempt(self, row: Row[Any]) -> None:
         outcome = await self._send(row)
         num_attempts = row.num_attempts + 1
-        is_over = outcome is None or num_attempts > len(RETRY_SECONDS)
         if outcome is not None:
             _log.warning("webhook %s, attempt %d: %s", row.id, num_attempts, outcome)
-        if is_over or outcome == _status(_GONE):
+        if outcome in (None, _status(_GONE)) or num_attempts > len(RETRY_SECONDS):
             await self._database.write(lambda connection: connection.execute(_is(delete(deliveries), row)))
             return
         again_at = self._database.now() + RETRY_SECONDS[num_attempts - 1]
