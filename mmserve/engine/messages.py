@@ -10,7 +10,10 @@ from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogpro
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One sequence to generate (`params.n` was already fanned out by the client)."""
+    """One sequence to generate (`params.n` was already fanned out by the client).
+
+    Only requests of the same `cache_salt` share blocks of the prefix cache.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -18,6 +21,7 @@ class EngineRequest:
     seed: int = 0
     images: tuple[ImageSpan, ...] = ()
     arrival_time: float = 0.0
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class TokenOutput(NamedTuple):
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
     failure: RequestFailure | None = None
+    encoder_seconds: float = 0.0
 
 
 class EngineStats(NamedTuple):
@@ -120,4 +125,13 @@ class Pong:
     number: int
 
 
-FromEngine = StepOutput | EngineReady | EngineFailed | Pong
+@dataclass(frozen=True)
+class LogLine:
+    """What the engine's process has to say in the log, for the front end to write: `level` is a number of logging."""
+
+    level: int
+    logger: str
+    message: str
+
+
+FromEngine = StepOutput | EngineReady | EngineFailed | Pong | LogLine

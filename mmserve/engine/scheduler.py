@@ -116,6 +116,13 @@ class Scheduler:
         self._finish(sequence)
         return True
 
+    def give_up(self, batch: ScheduledBatch) -> list[str]:
+        """Forget the sequences of the newest batch, which did not run; their ids."""
+        lost = [scheduled.sequence for scheduled in batch.sequences]
+        for sequence in lost:
+            self._finish(sequence)
+        return [sequence.request_id for sequence in lost]
+
     def schedule(self) -> ScheduledBatch:
         """The next batch: running sequences first, then waiting ones while budget, seats and blocks last."""
         scheduled: list[ScheduledSequence] = []
@@ -136,9 +143,15 @@ class Scheduler:
                 budget -= num_tokens
         return ScheduledBatch(tuple(scheduled), self.images.planned())
 
-    def update(self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        """Append what the oldest batch sampled, and finish what is done."""
+    def update(
+        self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken], encoder_seconds: Callable[[], float] = float
+    ) -> list[TokenOutput]:
+        """Append what the oldest batch sampled, and finish what is done.
+
+        `encoder_seconds` are those of its images; on a GPU they are known when a later token is.
+        """
         outputs = []
+        encoded = {image.content_hash for image in batch.images}
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
             if sequence.status is SequenceStatus.FINISHED:
@@ -146,6 +159,8 @@ class Scheduler:
             if scheduled.samples:
                 sequence.num_pending_tokens -= 1
                 sequence.output_token_ids.append(sampled[sequence.request_id].token_id)
+            if encoded and not encoded.isdisjoint(image.content_hash for image in sequence.images):
+                sequence.encodings.append(encoder_seconds)
             self._publish_full_blocks(sequence)
             self.images.release_computed(sequence)
             if scheduled.samples:
@@ -298,7 +313,7 @@ class Scheduler:
         start = i_block * self.block_size
         token_ids = sequence.tokens(start, start + self.block_size)
         hashes = sequence.block_hashes
-        parent_hash = hashes[i_block - 1] if i_block else b""
+        parent_hash = hashes[i_block - 1] if i_block else sequence.cache_salt
         if i_block == len(hashes):
             hashes.append(block_hash(parent_hash, token_ids, start, sequence.images))
         return hashes[i_block], parent_hash, token_ids
@@ -318,6 +333,7 @@ class Scheduler:
             stop_token_id=stop_token_id,
             num_cached_tokens=sequence.num_cached_prompt_tokens,
             queue_seconds=self._queue_seconds[sequence.request_id],
+            encoder_seconds=sum(seconds() for seconds in sequence.encodings),
         )
         if finish_reason:
             self._finish(sequence)
