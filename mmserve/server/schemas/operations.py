@@ -6,13 +6,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from mmserve.pipelines.tasks import TaskName
-from mmserve.server.schemas.common import error_responses
+from mmserve.server.schemas.common import EVENT_STREAM, error_responses
 from mmserve.server.schemas.jobs import JobForm, JobRequest
 from mmserve.server.schemas.results import AnswerResult, ExtractionResult, ResultList, SummaryResult, TranscriptResult
 from mmserve.server.schemas.tasks import SCHEMAS
 
 REFERENCE = "#/components/schemas/{model}"
-EVENT_STREAM: Mapping[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _FILES = {
     "type": "array",
     "items": {"type": "string", "format": "binary"},
