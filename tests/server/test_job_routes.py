@@ -315,7 +315,10 @@ def test_a_job_goes_on_in_the_next_server(reader: PageReader, tmp_path: Path) ->
 def test_an_order_is_taken_while_the_model_loads_and_refused_while_the_server_ends(reader: PageReader) -> None:
     engine = scripted(state="starting")
     with serving(engine, reader=reader, shutdown_timeout=5.0) as server, httpx.Client(base_url=server.url) as api:
-        assert started(api, stored(api))["status"] == "queued"
+        job_id = started(api, stored(api))["id"]
+        assert engine.started == []
+        engine.state = "ready"
+        assert ended(api, job_id)["status"] == "done"
         server.app.state.server.drain.begun.set()
         assert error_code(api.post(JOBS, files={"file": TEXT}, data=SUMMARIZE)) == (503, "shutting_down")
 
