@@ -13,6 +13,7 @@ from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, PageReport
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.task_options import TaskOptions
+from mmserve.pipelines.transcribe import TranscribeOptions, transcribe
 
 TaskName = Literal["summarize", "ask", "extract", "transcribe"]
 
@@ -70,5 +71,6 @@ TASKS: Mapping[TaskName, Task] = MappingProxyType(
     {
         "summarize": Task(SummarizeOptions, summarize),
         "ask": Task(AskOptions, ask),
+        "transcribe": Task(TranscribeOptions, transcribe),
     }
 )

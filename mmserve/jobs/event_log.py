@@ -1,9 +1,6 @@
-"""A job's events in the database, and bells for those who follow them in this process."""
+"""A job's events in the database."""
 
-import asyncio
-import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
@@ -13,28 +10,6 @@ from mmserve.jobs.tables import job_events, job_files, jobs
 
 NewEvent = tuple[EventName, Mapping[str, Any]]
 _BATCH_EVENTS = 200
-
-
-class Bells:
-    """Wakes those who wait for news of a job. Of one event loop."""
-
-    def __init__(self) -> None:
-        self._listeners: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
-
-    @contextlib.contextmanager
-    def listening(self, job_id: str) -> Iterator[asyncio.Event]:
-        bell = asyncio.Event()
-        self._listeners[job_id].add(bell)
-        try:
-            yield bell
-        finally:
-            self._listeners[job_id].discard(bell)
-            if not self._listeners[job_id]:
-                del self._listeners[job_id]
-
-    def ring(self, job_id: str) -> None:
-        for bell in self._listeners.get(job_id, ()):
-            bell.set()
 
 
 def append_events(connection: Connection, job_id: str, events: Sequence[NewEvent]) -> None:

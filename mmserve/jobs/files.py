@@ -157,7 +157,8 @@ def _fill(folder: Path, source: Path) -> int:
     unfinished = folder.with_name(f".{folder.name}")
     with storing("The file"):
         try:
-            unfinished.mkdir(mode=0o700, parents=True)
+            for place in (folder.parent.parent, folder.parent, unfinished):
+                place.mkdir(mode=0o700, exist_ok=True)
             num_bytes = _copy(source, unfinished / "content")
             unfinished.rename(folder)
         except BaseException:

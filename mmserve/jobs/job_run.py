@@ -8,9 +8,9 @@ from typing import Any
 
 from mmserve.errors import EngineError, ErrorCode, MMServeError, StorageError
 from mmserve.jobs.answer_memory import RememberingEngine
+from mmserve.jobs.bells import Bells
 from mmserve.jobs.counters import JobCounters
 from mmserve.jobs.database import Database
-from mmserve.jobs.event_log import Bells
 from mmserve.jobs.files import FileStore
 from mmserve.jobs.page_memory import RememberingReader
 from mmserve.jobs.queue import ClaimLost, JobQueue

@@ -5,6 +5,7 @@ import contextlib
 import logging
 
 from mmserve.errors import MMServeError
+from mmserve.jobs.bells import heard
 from mmserve.jobs.job_run import Bench, JobRun
 from mmserve.jobs.queue import ClaimLost
 from mmserve.jobs.records import Job
@@ -50,15 +51,14 @@ class JobRunner:
         while True:
             self._bell.clear()
             try:
-                while len(self._running) < self._bench.max_concurrent_documents:
+                while self._bench.workplace.is_ready and len(self._running) < self._bench.max_concurrent_documents:
                     job = await self._bench.queue.claim()
                     if job is None:
                         break
                     self._start(job)
             except MMServeError as error:
                 _log.warning("no job can be taken up: %s", error)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._bell.wait(), _POLL_SECONDS)
+            await heard(self._bell, _POLL_SECONDS)
 
     def _start(self, job: Job) -> None:
         task = self._running[job.id] = asyncio.create_task(self._run(job))
@@ -83,10 +83,13 @@ class JobRunner:
             _log.exception("job %s met a fault", job.id)
 
     async def _put_back(self, job_id: str) -> None:
-        """After a moment, so that an obstacle is not run against all the time."""
-        await asyncio.sleep(_OBSTACLE_SECONDS)
-        with contextlib.suppress(MMServeError):
-            await self._bench.queue.release(job_id)
+        """After a moment, so that an obstacle is not run against all the time, and when the database takes it."""
+        is_back = False
+        while not is_back:
+            await asyncio.sleep(_OBSTACLE_SECONDS)
+            with contextlib.suppress(MMServeError):
+                await self._bench.queue.release(job_id)
+                is_back = True
 
     async def _keep_claims(self) -> None:
         while True:

@@ -9,9 +9,9 @@ from typing import Self
 from sqlalchemy import Connection, delete
 
 from mmserve.errors import MMServeError
+from mmserve.jobs.bells import Bells
 from mmserve.jobs.counters import JobCounters
 from mmserve.jobs.database import Database
-from mmserve.jobs.event_log import Bells
 from mmserve.jobs.files import FileStore
 from mmserve.jobs.job_run import Bench
 from mmserve.jobs.queue import JobQueue
@@ -73,6 +73,7 @@ class JobService:
             self._outbox,
             bells,
             self._runner,
+            self.counters,
             max_queued_jobs=settings.max_queued_jobs,
             retention_seconds=retention,
         )

@@ -1,8 +1,6 @@
 """Jobs in the database: made, looked up, cancelled, removed, followed."""
 
-import asyncio
 import builtins
-import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
@@ -12,8 +10,10 @@ from sqlalchemy import Connection, delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from mmserve.errors import EngineError, RequestError
+from mmserve.jobs.bells import Bells, heard
+from mmserve.jobs.counters import JobCounters
 from mmserve.jobs.database import Database, newest
-from mmserve.jobs.event_log import Bells, events_after
+from mmserve.jobs.event_log import events_after
 from mmserve.jobs.ids import new_id, not_found, require_cursor, require_id
 from mmserve.jobs.job_rows import find_job, jobs_without_results
 from mmserve.jobs.queue import JobQueue
@@ -44,6 +44,7 @@ class JobStore:
         outbox: WebhookOutbox,
         bells: Bells,
         workers: Workers,
+        counters: JobCounters,
         *,
         max_queued_jobs: int,
         retention_seconds: float,
@@ -53,6 +54,7 @@ class JobStore:
         self._outbox = outbox
         self._bells = bells
         self._workers = workers
+        self._counters = counters
         self._max_queued_jobs = max_queued_jobs
         self._retention_seconds = retention_seconds
 
@@ -131,17 +133,19 @@ class JobStore:
         """
         require_id("job", job_id)
 
-        def end(connection: Connection) -> Job:
+        def end(connection: Connection) -> tuple[Job, bool]:
             is_job = (jobs.c.owner == owner) & (jobs.c.id == job_id)
             status = connection.execute(select(jobs.c.status).where(is_job).with_for_update()).scalar_one_or_none()
-            if status in ("queued", "running"):
+            is_unfinished = status in ("queued", "running")
+            if is_unfinished:
                 self._queue.cancel_within(connection, job_id)
             job = find_job(connection, owner, job_id)
             if job is None:
                 raise not_found("job")
-            return job
+            return job, is_unfinished
 
-        job = await self._database.write(end)
+        job, was_unfinished = await self._database.write(end)
+        self._counters.jobs[job.task, "cancelled"] += was_unfinished
         self._bells.ring(job_id)
         self._outbox.wake()
         await self._workers.stop_job(job_id)
@@ -174,26 +178,14 @@ class JobStore:
         with self._bells.listening(job_id) as bell:
             while True:
                 bell.clear()
-                events = await self._database.read(partial(events_after, job_id=job_id, number=after))
+                is_over, events = await self._database.read(partial(_news, job_id=job_id, after=after))
                 for event in events:
                     yield event
                     after = event.number
-                    if event.event == "done":
-                        return
-                if not events and await self._is_over(owner, job_id):
+                if is_over and (not events or events[-1].event == "done"):
                     return
                 if not events:
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(bell.wait(), _POLL_SECONDS)
-
-    async def _is_over(self, owner: str, job_id: str) -> bool:
-        """Whether no event will come any more, to who has seen the last one or whose job was removed."""
-
-        def is_unfinished(connection: Connection) -> bool:
-            query = select(jobs.c.status).where(jobs.c.owner == owner, jobs.c.id == job_id)
-            return connection.execute(query).scalar_one_or_none() in ("queued", "running")
-
-        return not await self._database.read(is_unfinished)
+                    await heard(bell, _POLL_SECONDS)
 
     async def sweep(self) -> None:
         """Removes jobs whose time has come."""
@@ -236,6 +228,12 @@ class JobStore:
                 param="Idempotency-Key",
             )
         return find_job(connection, row["owner"], found.id)
+
+
+def _news(connection: Connection, job_id: str, after: int) -> tuple[bool, list[JobEvent]]:
+    """Whether the job had ended or was removed, and events after that number: asked later, so that none is missed."""
+    status = connection.execute(select(jobs.c.status).where(jobs.c.id == job_id)).scalar_one_or_none()
+    return status not in ("queued", "running"), events_after(connection, job_id, after)
 
 
 def _check(task: TaskName, file_ids: Sequence[str], options: Mapping[str, Any]) -> None:

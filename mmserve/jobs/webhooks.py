@@ -7,7 +7,6 @@ full. Redirects are not followed.
 import asyncio
 import base64
 import binascii
-import contextlib
 import json
 import logging
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from standardwebhooks import Webhook
 
 from mmserve.errors import MMServeError, RequestError
+from mmserve.jobs.bells import heard
 from mmserve.jobs.database import Database
 from mmserve.jobs.ids import new_id
 from mmserve.jobs.outbound import (
@@ -118,8 +118,7 @@ class WebhookOutbox:
             except MMServeError as error:
                 _log.warning("webhooks have to wait: %s", error)
                 seconds = _POLL_SECONDS
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._bell.wait(), seconds)
+            await heard(self._bell, seconds)
 
     async def deliver_due(self) -> int:
         """The number of attempts made."""

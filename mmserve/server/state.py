@@ -123,6 +123,11 @@ class ServerState:
             )
         return asked or self.model_names[0]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether work can be begun: the model is loaded, and the server stays."""
+        return self.engine.state == "ready" and not self.drain.has_begun
+
     def require_running(self) -> None:
         if self.drain.has_begun:
             raise EngineError("shutting_down", "The server is shutting down and takes no new requests.")
