@@ -69,6 +69,7 @@ class ServerSettings:
     max_queued_jobs: int = 1000
     webhook_hosts: tuple[str, ...] = ()
     webhook_secret: str | None = field(default=None, repr=False)
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.request_timeout is None or self.request_timeout > 0, "request-timeout", "must be above 0")

@@ -21,10 +21,14 @@ from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
 from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
 from mmserve.server.settings import ServerSettings
+from mmserve.server.task_metrics import TaskObserver
+from mmserve.server.tracing import NoTracing
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta, RequestTimings
     from mmserve.engine.prompt_builder import PromptBuilder
+    from mmserve.pipelines.events import OnEvent
+    from mmserve.pipelines.tasks import TaskName
     from mmserve.vision.pages import PageReader
     from mmserve.weights.tokenizer import Tokenizer
 
@@ -57,7 +61,12 @@ class ServerState:
     """One app's engine, page reader, prompt builder, settings, limits and metrics."""
 
     def __init__(
-        self, engine: ServedEngine, reader: "PageReader", prompts: "PromptBuilder", settings: ServerSettings
+        self,
+        engine: ServedEngine,
+        reader: "PageReader",
+        prompts: "PromptBuilder",
+        settings: ServerSettings,
+        tracing: NoTracing,
     ) -> None:
         self.engine = engine
         self.reader = reader
@@ -65,6 +74,7 @@ class ServerState:
         self.settings = settings
         self.fetcher = MediaFetcher(parse_allowed_hosts(settings.allowed_media_hosts), settings.max_media_bytes)
         self.drain = Drain()
+        self.tracing = tracing
         self.metrics = ServerMetrics(
             lambda: engine.stats,
             lambda: None if prompts.pool is None else prompts.pool.stats,
@@ -102,6 +112,10 @@ class ServerState:
         """All that may change an answer besides the document and the options of its task."""
         reading = (self.reader.options, self.reader.limits, self.prompts.limits)
         return f"{self.system_fingerprint}|{reading!r}"
+
+    def observer(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
+        """To be entered around a task, which tells it what happens."""
+        return TaskObserver(task, self.metrics.tasks, self.tracing, on_event)
 
     @property
     def model_names(self) -> tuple[str, ...]:
