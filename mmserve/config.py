@@ -293,7 +293,7 @@ class EngineConfig:
     """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread.
 
     `async_scheduling` prepares a step while the one before it runs; None does so on a GPU. `enforce_eager` does without
-    CUDA graphs.
+    CUDA graphs. A process that dies is started again `max_engine_restarts` times in ten minutes at most.
     """
 
     model: str = "smollm2-135m"
@@ -307,6 +307,7 @@ class EngineConfig:
     use_process: bool = False
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    max_engine_restarts: int = 5
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -314,6 +315,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check(self.max_model_len is None or self.max_model_len >= 2, "max-model-len", "must be at least 2")
         _check(self.num_threads is None or self.num_threads >= 1, "num-threads", "must be at least 1")
+        _check(self.max_engine_restarts >= 0, "max-engine-restarts", "must not be negative")
 
     @property
     def names(self) -> tuple[str, ...]:

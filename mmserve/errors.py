@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 ErrorCode = Literal[
     "invalid_request",
+    "unauthorized",
+    "forbidden",
     "invalid_schema",
     "context_length_exceeded",
     "model_not_found",
@@ -25,6 +27,7 @@ ErrorCode = Literal[
     "method_not_allowed",
     "idempotency_conflict",
     "queue_full",
+    "rate_limited",
     "internal_error",
     "engine_dead",
     "engine_not_ready",
@@ -45,6 +48,8 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "images_not_supported": 400,
         "url_not_allowed": 400,
         "url_unreachable": 400,
+        "unauthorized": 401,
+        "forbidden": 403,
         "model_not_found": 404,
         "not_found": 404,
         "method_not_allowed": 405,
@@ -59,6 +64,7 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "empty_document": 422,
         "password_required": 422,
         "queue_full": 429,
+        "rate_limited": 429,
         "internal_error": 500,
         "engine_dead": 503,
         "engine_not_ready": 503,

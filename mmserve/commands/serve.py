@@ -3,12 +3,13 @@
 import logging
 import signal
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mmserve.commands.access import AccessOptions
 from mmserve.commands.documents import EXIT_INTERRUPTED, started_engine
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.progress import show_log
@@ -27,17 +28,28 @@ def _option(*names: str, help: str, **settings: Any) -> Any:
 class ServerOptions:
     """Where to listen, and how much to take."""
 
-    host: Annotated[str, _option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    host: Annotated[str, _option(help="Address to listen on; 0.0.0.0 lets other machines in, and needs API keys.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, _option(help="Port to listen on; 0 chooses a free one and prints it.")] = 8000
     request_timeout: Annotated[
         float | None, _option(help="Seconds that a request may take; it ends with status 504.", show_default="no limit")
+    ] = None
+    upload_timeout: Annotated[float, _option(help="Seconds that a request's body may take to arrive.")] = 600.0
+    queue_timeout: Annotated[
+        float | None,
+        _option(
+            help="Seconds that a document may wait for its turn; it ends with status 429.", show_default="no limit"
+        ),
     ] = None
     shutdown_timeout: Annotated[
         float, _option(help="Seconds that running requests get to finish after SIGTERM or Ctrl-C.")
     ] = 30.0
     max_upload_size: Annotated[str, _option(metavar="SIZE", help="Largest upload, all its files together.")] = "256MiB"
     max_files: Annotated[int, _option(min=1, help="Files in one upload.")] = 64
-    max_concurrent_documents: Annotated[int, _option(min=1, help="Documents worked on at once.")] = 4
+    max_concurrent_documents: Annotated[
+        int, _option(min=1, help="Documents worked on at once; keys that want more than that get equal shares.")
+    ] = 4
     upload_dir: Annotated[
         Path | None, _option(help="Folder for uploads while they are worked on.", show_default="the system's")
     ] = None
@@ -93,6 +105,7 @@ class ServerOptions:
 @with_option_groups
 def serve(
     server: ServerOptions = ServerOptions(),
+    access: AccessOptions = AccessOptions(),  # noqa: B008
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008
     vision: VisionOptions = VisionOptions(),  # noqa: B008
     engine: EngineOptions = SERVE_ENGINE,
@@ -106,6 +119,7 @@ def serve(
     Examples:
       mmserve serve
       mmserve serve --model Qwen/Qwen2.5-1.5B-Instruct --port 9000
+      mmserve serve --host 0.0.0.0 --api-keys-file keys.txt
       curl -F file=@report.pdf http://127.0.0.1:8000/v1/summarize
     """
     show_log(verbose=server.verbose)
@@ -115,6 +129,8 @@ def serve(
 
     settings = ServerSettings(
         request_timeout=server.request_timeout,
+        queue_timeout=server.queue_timeout,
+        upload_timeout=server.upload_timeout,
         shutdown_timeout=server.shutdown_timeout,
         max_upload_bytes=parse_bytes(server.max_upload_size),
         max_files=server.max_files,
@@ -133,13 +149,11 @@ def serve(
         webhook_secret=server.webhook_secret,
     )
     vision.to_limits()
-    if hub.is_demo(engine.model):
-        typer.echo(hub.DEMO_NOTICE, err=True)
-    with (
-        bind(server.host, server.port) as listener,
-        started_engine(engine) as client,
-        closing(vision.open_prompts(client, documents.to_limits())) as prompts,
-    ):
-        stopped_by = run_server(client, documents.open_reader(), prompts, settings, listener, say=typer.echo)
+    with bind(server.host, server.port) as listener:
+        settings = replace(settings, access=access.to_settings(server.host, listener.getsockname()[0]))
+        if hub.is_demo(engine.model):
+            typer.echo(hub.DEMO_NOTICE, err=True)
+        with started_engine(engine) as client, closing(vision.open_prompts(client, documents.to_limits())) as prompts:
+            stopped_by = run_server(client, documents.open_reader(), prompts, settings, listener, say=typer.echo)
     if stopped_by == signal.SIGINT:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -1,5 +1,6 @@
 """The loop's one step: schedule, run, update."""
 
+import logging
 from collections import deque
 
 from mmserve.cache.encoder_cache import EncoderCache
@@ -8,9 +9,11 @@ from mmserve.engine.messages import EngineReady, EngineRequest, RequestFailure, 
 from mmserve.engine.model_runner import ModelRunner, PendingStep, choose_device
 from mmserve.engine.sampler import check_token_ids
 from mmserve.engine.scheduler import ScheduledBatch, Scheduler
-from mmserve.errors import MMServeError, RequestError
+from mmserve.errors import EngineError, MMServeError, RequestError
 from mmserve.request import Sequence
 from mmserve.weights.checkpoint import Checkpoint, open_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -65,16 +68,26 @@ class Engine:
     def step(self) -> StepOutput:
         """Launch a batch, and take the results of the oldest in flight; on a GPU that is the one before.
 
-        There is nothing of both where all that may run sent itself back for want of blocks: the next step goes on.
+        There is nothing of both where all that may run sent itself back for want of blocks: the next step goes on. A
+        batch that the runner refuses ends with an error for its own requests.
         """
         batch = self.scheduler.schedule()
+        outputs: list[TokenOutput] = []
         if batch.sequences:
-            self._in_flight.append((batch, self._runner.run(batch)))
-        if len(self._in_flight) <= (self._runner.num_steps_ahead if batch.sequences else 0):
-            return StepOutput((), self.scheduler.stats())
-        finished, step = self._in_flight.popleft()
-        outputs = self.scheduler.update(finished, step.take())
+            try:
+                self._in_flight.append((batch, self._runner.run(batch)))
+            except EngineError as error:
+                outputs, batch = self._give_up(batch, error), ScheduledBatch()
+        if len(self._in_flight) > (self._runner.num_steps_ahead if batch.sequences else 0):
+            finished, step = self._in_flight.popleft()
+            outputs += self.scheduler.update(finished, step.take())
         return StepOutput(tuple(outputs), self.scheduler.stats())
+
+    def _give_up(self, batch: ScheduledBatch, error: EngineError) -> list[TokenOutput]:
+        request_ids = self.scheduler.give_up(batch)
+        logger.error("%d requests failed: %s", len(request_ids), error)
+        failure = RequestFailure(error.code, error.message)
+        return [TokenOutput(request_id, finish_reason="error", failure=failure) for request_id in request_ids]
 
     def _check(self, request: EngineRequest) -> None:
         if not request.prompt_token_ids:
@@ -99,4 +112,5 @@ def _sequence(request: EngineRequest) -> Sequence:
         seed=request.seed,
         images=request.images,
         arrival_time=request.arrival_time,
+        cache_salt=request.cache_salt,
     )

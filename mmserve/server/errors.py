@@ -38,6 +38,13 @@ class BodyStalled(HTTPException):
         super().__init__(408, f"The request's body stopped arriving for {seconds:g} seconds. Send it again.")
 
 
+class BodyTooSlow(HTTPException):
+    """Raised where a body has trickled in for longer than it may take."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(408, f"The request's body took over {seconds:g} seconds to arrive. Send less at once.")
+
+
 def envelope(error: MMServeError) -> dict[str, Any]:
     return {"error": error.to_dict()}
 

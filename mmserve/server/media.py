@@ -16,6 +16,7 @@ from mmserve.errors import DocumentError, MMServeError, RequestError
 from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.prompts import Fence
 from mmserve.server.base64_data import decode_base64, is_data_url
+from mmserve.server.owners import LOCAL_OWNER
 from mmserve.server.schemas.content import Detail, MediaPart
 from mmserve.server.state import ServerState
 from mmserve.server.uploads import display_name
@@ -41,7 +42,7 @@ def limits_of(limits: PixelLimits, detail: Detail) -> PixelLimits:
 
 @asynccontextmanager
 async def received(
-    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits
+    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits, owner: str = LOCAL_OWNER
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Messages for the prompt builder, pictures within `limits`; their files are removed when the block is left.
 
@@ -53,7 +54,7 @@ async def received(
         return
     _check_count(state, len(media))
     with tempfile.TemporaryDirectory(prefix="mmserve-media-", dir=state.settings.upload_dir) as folder:
-        receiver = _Receiver(state, limits, Path(folder))
+        receiver = _Receiver(state, limits, Path(folder), owner)
         documents = await receiver.open_all(media)
         if state.prompts.reads_images:
             _check_count(state, sum(_num_images(document) for document in documents))
@@ -63,10 +64,11 @@ async def received(
 
 
 class _Receiver:
-    def __init__(self, state: ServerState, limits: PixelLimits, folder: Path) -> None:
+    def __init__(self, state: ServerState, limits: PixelLimits, folder: Path, owner: str) -> None:
         self._state = state
         self._limits = limits
         self._folder = folder
+        self._owner = owner
         self._room_bytes = state.settings.max_media_bytes
 
     async def open_all(self, media: Sequence[MediaPart]) -> list[Document]:
@@ -123,7 +125,7 @@ class _Receiver:
         """The document's pages as text, between marks that they cannot contain."""
         pages: list[PageText] = []
         room = _MOST_CHARACTERS_PER_TOKEN * self._state.engine.max_model_len
-        async with self._state.document_slots, aclosing(self._state.reader.pages(document)) as reading:
+        async with self._state.document_slots.of(self._owner), aclosing(self._state.reader.pages(document)) as reading:
             async for page in reading:
                 if page.problem is not None:
                     raise page.problem

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import time
@@ -41,6 +42,7 @@ class DrainingServer(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.access").addFilter(without_query)
         self._state: ServerState = app.state.server
         self._grace_seconds = settings.shutdown_timeout
         self.received_signal: int | None = None
@@ -73,6 +75,14 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.drain.begin(self._grace_seconds)
         await super().shutdown(sockets)
+
+
+def without_query(record: logging.LogRecord) -> bool:
+    """Takes the query out of a line of the access log: what stands there may be a secret, sent by mistake."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, version, status = record.args
+        record.args = (client, method, str(path).partition("?")[0], version, status)
+    return True
 
 
 def run_server(

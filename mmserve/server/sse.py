@@ -84,7 +84,7 @@ class EventStream(Response):
         error_event: str | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._frames = frames
         self._drain = drain

@@ -40,7 +40,7 @@ class TaskRun:
         return {**result, "cached": False}
 
     async def _made(self, path: Path, name: str, on_event: OnEvent | None) -> dict[str, Any]:
-        async with self.state.document_slots:
+        async with self.state.document_slots.of(self.owner):
             made = await TASKS[self.task].run(
                 path,
                 name=name,

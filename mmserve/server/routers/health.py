@@ -28,7 +28,7 @@ class Version(BaseModel):
 
 @router.get("/health", responses=UNAVAILABLE)
 async def health(state: State) -> Status:
-    """200 while the engine lives, loading included; 503 once it is dead and the process should be replaced."""
+    """200 while the engine lives, or is loaded or started again; 503 once it stays dead: replace this process."""
     if state.engine.state == "dead":
         raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
     return Status(status="ok")
@@ -36,7 +36,7 @@ async def health(state: State) -> Status:
 
 @router.get("/ready", responses=UNAVAILABLE)
 async def ready(state: State) -> Status:
-    """200 once the model is loaded and warmed up, until the server shuts down."""
+    """200 once the model is loaded and warmed up, until the server shuts down; 503 with the reason otherwise."""
     state.require_ready()
     return Status(status="ready")
 

@@ -54,6 +54,9 @@ class SamplingFields(RequestModel):
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=256, description="Requests of another salt share nothing of the prefix cache."
+    )
     user: str | None = Field(None, description="Accepted and ignored.")
     metadata: dict[str, Any] | None = Field(None, description="Accepted and ignored.")
 
@@ -161,13 +164,15 @@ CHUNK_STREAM: Mapping[str, Any] = {
 }
 _DESCRIPTIONS = {
     400: "The request cannot be served as it is.",
+    401: "The server needs an API key, and this is none that it knows.",
+    403: "Without API keys: a name that the server does not answer to, or a page of another site.",
     404: "What is named is not here.",
     408: "The body stopped arriving.",
     409: "The idempotency key was used for another request.",
     413: "The body or the document is too large.",
     415: "The content type, or the type of a document, cannot be read.",
     422: "The document is damaged, empty or protected by a password.",
-    429: "Too many requests wait; see Retry-After.",
+    429: "Too many requests wait, or came in a short time; see Retry-After.",
     500: "A fault of the server.",
     503: "The engine is loading, dead, or shutting down, or storage cannot be had; see Retry-After.",
     504: "The request took longer than the server allows.",
@@ -182,3 +187,4 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 ERROR_RESPONSES = error_responses(400, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 COMPLETION_RESPONSES = {200: {"content": {**CHUNK_STREAM}}, **ERROR_RESPONSES}
+ACCESS_RESPONSES = error_responses(401, 403, 429)
