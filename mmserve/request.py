@@ -225,6 +225,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    encoder_seconds: float = 0.0
     status: SequenceStatus = SequenceStatus.WAITING
 
     @property

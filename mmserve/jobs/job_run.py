@@ -105,6 +105,7 @@ class JobRun:
             await queue.fail_file(job, index, _as_known(error))
             self._bench.counters.documents[job.task, "failed"] += 1
             return
+        self._file_tellers[index].finish()
         await self._flush()
         await queue.finish_file(job, index, key, result)
         self._bench.counters.documents[job.task, "done"] += 1
