@@ -22,7 +22,7 @@ from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
 from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
 from mmserve.server.settings import ServerSettings
-from mmserve.server.task_metrics import TaskObserver
+from mmserve.server.task_metrics import JobCollector, TaskObserver
 from mmserve.server.tracing import NoTracing
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class ServerState:
         self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
         self.jobs = JobService(settings.jobs, self)
         self._weights_changed_at = _changed_at(Path(engine.config.model))
+        self.metrics.registry.register(JobCollector(self.jobs.counters))
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
@@ -117,8 +118,8 @@ class ServerState:
         reading = (self.reader.options, self.reader.limits, self.prompts.limits)
         return f"{self.system_fingerprint}|{weights!r}|{reading!r}"
 
-    def observer(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
-        """To be entered around a task, which tells it what happens."""
+    def watched(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
+        """To be entered around a task, which tells what it gets; metrics, traces and the log line hear of it."""
         return TaskObserver(task, self.metrics.tasks, self.tracing, on_event)
 
     @property

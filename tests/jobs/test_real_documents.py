@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from reportlab.pdfgen.canvas import Canvas
 
 from mmserve.jobs.service import JobService, Workplace
 from mmserve.jobs.settings import JobSettings
+from mmserve.pipelines.events import OnEvent
+from mmserve.pipelines.tasks import TaskName
 from mmserve.vision.page_types import Document, Page, PageForm, PageOptions
 from mmserve.vision.pages import PageReader
 
@@ -39,6 +42,9 @@ class RealDesk:
 
     def engine_for(self, owner: str) -> CountingEngine:
         return self.engine
+
+    def watched(self, task: TaskName, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        return nullcontext(on_event)
 
     def prompts_for(self, owner: str) -> TextPrompts:
         return TextPrompts(self.engine.tokenizer)
