@@ -65,6 +65,17 @@ class ServerOptions:
             show_default="none",
         ),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option(
+            metavar="URL",
+            help="Send traces there, by OTLP over HTTP (http://host:4318/v1/traces); needs mmserve[otel].",
+            show_default="as OTEL_... say",
+        ),
+    ] = None
+    log_format: Annotated[
+        LogFormat, _option(help="Log lines on standard error: text, or an object of JSON each, with one a request.")
+    ] = "text"
     data_dir: Annotated[
         Path | None,
         _option(help="Folder for stored files, jobs and results.", show_default="~/.local/state/mmserve"),
@@ -96,17 +107,6 @@ class ServerOptions:
             help="What webhooks are signed with, whsec_ and base64; better given as MMSERVE_WEBHOOK_SECRET.",
         ),
     ] = None
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        _option(
-            metavar="URL",
-            help="Send traces there, by OTLP over HTTP (http://host:4318/v1/traces); needs mmserve[otel].",
-            show_default="as OTEL_... say",
-        ),
-    ] = None
-    log_format: Annotated[
-        LogFormat, _option(help="Log lines on standard error: text, or an object of JSON each, with one a request.")
-    ] = "text"
     verbose: Annotated[bool, _option("--verbose", "-v", help="Say more, with one line a request.")] = False
 
 
@@ -150,13 +150,13 @@ def serve(
         max_json_bytes=parse_bytes(server.max_media_size) * 3 // 2,
         max_media_bytes=parse_bytes(server.max_media_size),
         allowed_media_hosts=tuple(server.allowed_media_hosts or ()),
+        otlp_traces_endpoint=server.otlp_traces_endpoint,
         data_dir=server.data_dir or default_data_dir(),
         database_url=server.database_url,
         retention_seconds=parse_duration(server.retention),
         max_queued_jobs=server.max_queued_jobs,
         webhook_hosts=tuple(server.webhook_hosts or ()),
         webhook_secret=server.webhook_secret,
-        otlp_traces_endpoint=server.otlp_traces_endpoint,
     )
     vision.to_limits()
     with bind(server.host, server.port) as listener:

@@ -105,6 +105,7 @@ class JobRun:
             await queue.fail_file(job, index, _as_known(error))
             self._bench.counters.documents[job.task, "failed"] += 1
             return
+        self._file_tellers[index].finish()
         await self._flush()
         await queue.finish_file(job, index, key, result)
         self._bench.counters.documents[job.task, "done"] += 1
@@ -135,15 +136,16 @@ class JobRun:
         engine = RememberingEngine(place.engine_for(job.owner), bench.database, job.id, place.model)
         self._file_tellers[index].start_again()
         try:
-            result = await TASKS[job.task].run(
-                file.path,
-                name=file.filename,
-                engine=engine,
-                prompts=place.prompts_for(job.owner),
-                reader=reader,
-                options=options,
-                on_event=self._file_tellers[index],
-            )
+            with place.watched(job.task, self._file_tellers[index]) as tell:
+                result = await TASKS[job.task].run(
+                    file.path,
+                    name=file.filename,
+                    engine=engine,
+                    prompts=place.prompts_for(job.owner),
+                    reader=reader,
+                    options=options,
+                    on_event=tell,
+                )
         finally:
             bench.counters.pages[job.task] += reader.num_read
             bench.counters.num_pages_remembered += reader.num_remembered

@@ -5,6 +5,7 @@ Several servers may share one database. A claim that is not renewed in time, bec
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, select, update
@@ -54,9 +55,12 @@ class JobQueue:
         self._lease_seconds = lease_seconds
         self._retention_seconds = retention_seconds
 
-    async def claim(self) -> Job | None:
-        """The next job that nobody works on, now this server's: the oldest of the owner with the fewest running."""
-        return await self._database.write(self._claim)
+    async def claim(self, held: Collection[str] = ()) -> Job | None:
+        """The next job that nobody works on, now this server's: the oldest of the owner with the fewest running.
+
+        None of those that it holds already, even if it was too slow to renew the claim.
+        """
+        return await self._database.write(partial(self._claim, held=list(held)))
 
     async def renew(self, job_ids: Collection[str]) -> set[str]:
         """Those of the jobs that are still this server's, for another while."""
@@ -145,9 +149,10 @@ class JobQueue:
         connection.execute(update(job_files).where(unfinished).values(status="cancelled"))
         self._end(connection, job_id, "cancelled", None)
 
-    def _claim(self, connection: Connection) -> Job | None:
+    def _claim(self, connection: Connection, held: list[str]) -> Job | None:
         now = self._database.now()
-        while (row := connection.execute(_next_free(now)).one_or_none()) is not None:
+        next_free = _next_free(now).where(jobs.c.id.not_in(held))
+        while (row := connection.execute(next_free).one_or_none()) is not None:
             if row.num_starts >= _MAX_STARTS:
                 self._give_up(connection, row.id)
                 continue

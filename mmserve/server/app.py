@@ -72,8 +72,9 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, state: ServerState) -> None:
-    """From the innermost outwards: who may ask how often, how much, what is kept of it, and what all answers carry."""
-    settings, access = state.settings, state.settings.access
+    """From the innermost outwards: who may ask how often, how much, what all answers carry, what is kept of it."""
+    settings = state.settings
+    access = settings.access
     if access.rate_limit is not None:
         app.add_middleware(RateLimit, rate=access.rate_limit)
     app.add_middleware(RequireKey, keys=access.keys, open_paths=_open_paths(access))
@@ -94,8 +95,8 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_headers=["Authorization", "Idempotency-Key", "Last-Event-ID", "X-Api-Key", "X-Request-Id"],
             expose_headers=["Retry-After", "RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset", "X-Request-Id"],
         )
-    app.add_middleware(Observation, metrics=state.metrics, tracing=state.tracing)
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(Observation, metrics=state.metrics, tracing=state.tracing)
     app.add_middleware(RequestIds)
 
 

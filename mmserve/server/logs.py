@@ -18,6 +18,8 @@ from mmserve.server.request_id import REQUEST_ID
 ACCESS_LOGGER = "mmserve.access"
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
+# Fields that the line of a request says in its message as well.
+_IN_MESSAGE = frozenset({"method", "route", "status"})
 # What handlers of a request tell about it for its line; None outside of a request.
 _REQUEST_FIELDS: ContextVar[dict[str, Any] | None] = ContextVar("request_fields", default=None)
 
@@ -30,7 +32,7 @@ class TextFormatter(logging.Formatter):
         record.exc_text = None
         request_id = REQUEST_ID.get()
         text = super().format(record)
-        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items() if name not in _IN_MESSAGE)
         return f"{text}{fields}" + (f" [{request_id}]" if request_id else "")
 
     def formatException(self, ei: ExcInfo) -> str:

@@ -79,4 +79,4 @@ def _route(scope: Scope) -> str:
 def _log(fields: dict[str, Any], method: str, route: str, status: int, seconds: float) -> None:
     level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
     known = {"method": method, "route": route, "status": status, "seconds": round(seconds, 4), **fields}
-    logger.log(level, "request", extra={"fields": known})
+    logger.log(level, "%s %s %d", method, route, status, extra={"fields": known})

@@ -63,13 +63,13 @@ class ServerSettings:
     max_images_per_request: int = 64
     max_media_bytes: int = 32 * MIB
     allowed_media_hosts: tuple[str, ...] = ()
+    otlp_traces_endpoint: str | None = None
     data_dir: Path = field(default_factory=default_data_dir)
     database_url: str | None = None
     retention_seconds: float = 7 * DAY
     max_queued_jobs: int = 1000
     webhook_hosts: tuple[str, ...] = ()
     webhook_secret: str | None = field(default=None, repr=False)
-    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.request_timeout is None or self.request_timeout > 0, "request-timeout", "must be above 0")

@@ -2,16 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from mmserve.pipelines.events import DocumentOpened, Event, OnEvent, PageRead, RequestSubmitted
 from mmserve.server.logs import count, note
 
 if TYPE_CHECKING:
+    from mmserve.jobs.counters import JobCounters
     from mmserve.pipelines.tasks import TaskName
     from mmserve.server.tracing import NoTracing
 
@@ -36,11 +40,26 @@ class TaskMetrics:
         )
 
 
+class JobCollector(Collector):
+    """Reads the counters of jobs at every scrape. Their documents and pages are among those of `TaskMetrics`."""
+
+    def __init__(self, counters: "JobCounters") -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._counters
+        jobs = CounterMetricFamily("mmserve_jobs", "Jobs that have ended, by how.", labels=["task", "status"])
+        for (task, status), number in counters.jobs.copy().items():
+            jobs.add_metric([task, status], number)
+        yield jobs
+        yield GaugeMetricFamily("mmserve_jobs_running", "Jobs that are worked on.", value=counters.num_running)
+
+
 class TaskObserver:
     """Stands between a task and whoever listens to it:
 
-    with TaskObserver("summarize", metrics, tracing, on_event) as observer:
-        result = await summarize(..., on_event=observer.tell)
+    with TaskObserver("summarize", metrics, tracing, on_event) as tell:
+        result = await summarize(..., on_event=tell)
     """
 
     def __init__(
@@ -56,7 +75,7 @@ class TaskObserver:
         self._asked: float | None = None
         self._stack = ExitStack()
 
-    def tell(self, event: Event) -> None:
+    def _tell(self, event: Event) -> None:
         match event:
             case DocumentOpened():
                 self._opened = time.monotonic()
@@ -70,9 +89,9 @@ class TaskObserver:
         if self._on_event is not None:
             self._on_event(event)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> OnEvent:
         self._stack.enter_context(self._tracing.task(self._task))
-        return self
+        return self._tell
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -41,7 +41,7 @@ class TaskRun:
 
     async def _made(self, path: Path, name: str, on_event: OnEvent | None) -> dict[str, Any]:
         async with self.state.document_slots.of(self.owner):
-            with self.state.observer(self.task, on_event) as observer:
+            with self.state.watched(self.task, on_event) as tell:
                 made = await TASKS[self.task].run(
                     path,
                     name=name,
@@ -49,7 +49,7 @@ class TaskRun:
                     prompts=self.state.prompts_for(self.owner),
                     reader=self.state.reader,
                     options=self.options,
-                    on_event=observer.tell,
+                    on_event=tell,
                 )
         return made.to_dict()
 

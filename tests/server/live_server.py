@@ -39,8 +39,8 @@ def serving(
     *,
     reader: Any = None,
     prompts: Any = None,
-    middleware: Any = None,
     tracing: Any = None,
+    middleware: Any = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """With files and jobs in a folder of its own, unless `settings` name one."""

@@ -75,7 +75,7 @@ def test_a_line_of_json_has_its_parts() -> None:
 
 def test_a_line_of_text_has_them_as_well() -> None:
     with within_request("req-7"):
-        text = TextFormatter().format(record_of(task="ask", num_pages=4))
+        text = TextFormatter().format(record_of(status=200, task="ask", num_pages=4))
     assert text == "WARNING mmserve.some: 3 pages task=ask num_pages=4 [req-7]"
 
 

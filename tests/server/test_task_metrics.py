@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import LiveServer, serving
+from live_server import LiveServer, serving, wait_until
 from prometheus_client import CollectorRegistry
 from scripted_engine import ScriptedEngine
 
@@ -14,7 +14,8 @@ from mmserve.errors import DocumentError
 from mmserve.pipelines.events import DocumentOpened, Event, PageRead, PageReport, RequestSubmitted
 from mmserve.server.task_metrics import TaskMetrics, TaskObserver
 from mmserve.server.tracing import NoTracing
-from mmserve.vision.page_types import TextSource
+from mmserve.vision.page_types import PageOptions, TextSource
+from mmserve.vision.pages import PageReader
 
 
 @pytest.fixture
@@ -39,9 +40,9 @@ def test_a_task_is_counted_by_how_it_ends_and_its_pages_by_where_text_came_from(
         RequestSubmitted("whole", 0, 1, 2),
         page(3, "ocr"),
     ]
-    with TaskObserver("summarize", metrics, NoTracing(), heard.append) as observer:
+    with TaskObserver("summarize", metrics, NoTracing(), heard.append) as tell:
         for event in events:
-            observer.tell(event)
+            tell(event)
     assert heard == events
     with pytest.raises(DocumentError), TaskObserver("ask", metrics, NoTracing()):
         raise DocumentError("corrupt_document", "private.pdf is damaged")
@@ -87,3 +88,21 @@ def test_http_requests_are_counted_by_route_whatever_is_asked_for(server: LiveSe
     ):
         labels = f'{{method="{method}",route="{route}",status="{status}"}}'
         assert f"mmserve_http_requests_total{labels} {count}.0" in lines, lines
+
+
+def test_jobs_are_counted_and_observed_as_requests_are() -> None:
+    reader = PageReader(options=PageOptions(ocr="off"), num_workers=1)
+    with serving(ScriptedEngine(), reader=reader) as server:
+        content = b"The invoice of May is due in June. It is over 30 euros."
+        files = {"file": ("a.txt", content, "text/plain")}
+        sent = httpx.post(f"{server.url}/v1/jobs", data={"task": "summarize"}, files=files)
+        assert sent.status_code == 202, sent.text
+        job = f"{server.url}/v1/jobs/{sent.json()['id']}"
+        wait_until(lambda: httpx.get(job).json()["status"] == "done", seconds=30)
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    reader.close()
+    assert 'mmserve_jobs_total{status="done",task="summarize"} 1.0' in lines
+    assert "mmserve_jobs_running 0.0" in lines
+    assert 'mmserve_documents_total{status="done",task="summarize"} 1.0' in lines
+    assert 'mmserve_pages_total{source="text_layer"} 1.0' in lines
+    assert 'mmserve_stage_seconds_count{stage="total",task="summarize"} 1.0' in lines
