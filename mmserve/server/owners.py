@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -86,16 +86,16 @@ async def _in_turn(
 
 
 class FairSlots:
-    """Places to work in. One that gets free goes to the owner who holds fewest, and there to who waits longest.
+    """Places to work in. One that gets free goes to the owner who holds fewest; among equals they take turns.
 
-    `wait_seconds` bounds the waiting; None is no bound.
+    An owner's own requests are served in their order. `wait_seconds` bounds the waiting; None is no bound.
     """
 
     def __init__(self, num_slots: int, *, wait_seconds: float | None = None) -> None:
         self._num_free = num_slots
         self._wait_seconds = wait_seconds
         self._num_held: Counter[str] = Counter()
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @asynccontextmanager
     async def of(self, owner: str) -> AsyncIterator[None]:
@@ -108,22 +108,28 @@ class FairSlots:
 
     async def _take(self, owner: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        place = (owner, turn)
-        self._waiting.append(place)
+        self._waiting.setdefault(owner, deque()).append(turn)
         self._let_in()
         try:
             async with asyncio.timeout(self._wait_seconds):
                 await turn
         except BaseException as error:
-            # It may have been let in while it was told to leave.
-            if place in self._waiting:
-                self._waiting.remove(place)
-            else:
-                self._give_back(owner)
+            self._leave(owner, turn)
             if isinstance(error, TimeoutError):
                 sentence = f"This request has waited {self._wait_seconds:g} seconds for its turn. Try again later."
                 raise EngineError("queue_full", sentence) from None
             raise
+
+    def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
+        """It may have been let in just while it was told to leave."""
+        if turn.done() and not turn.cancelled():
+            self._give_back(owner)
+            return
+        turns = self._waiting.get(owner, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
 
     def _give_back(self, owner: str) -> None:
         self._num_free += 1
@@ -131,11 +137,15 @@ class FairSlots:
         self._let_in()
 
     def _let_in(self) -> None:
-        # One that is done has been told to leave, and has not noticed yet.
-        while self._num_free and (waiting := [place for place in self._waiting if not place[1].done()]):
-            place = min(waiting, key=lambda place: self._num_held[place[0]])
-            self._waiting.remove(place)
-            owner, turn = place
-            self._num_free -= 1
-            self._num_held[owner] += 1
-            turn.set_result(None)
+        while self._num_free and self._waiting:
+            owner = min(self._waiting, key=lambda owner: self._num_held[owner])
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                # Behind the others from now on.
+                self._waiting[owner] = turns
+            # One that is done was told to leave, and has not noticed yet.
+            if not turn.done():
+                self._num_free -= 1
+                self._num_held[owner] += 1
+                turn.set_result(None)

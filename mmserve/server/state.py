@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from fastapi import Depends, Request
@@ -82,6 +83,7 @@ class ServerState:
         )
         self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
         self.jobs = JobService(settings.jobs, self)
+        self._weights_changed_at = _changed_at(Path(engine.config.model))
         self.metrics.registry.register(JobCollector(self.jobs.counters))
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
@@ -111,8 +113,10 @@ class ServerState:
     @property
     def model(self) -> str:
         """All that may change an answer besides the document and the options of its task."""
+        config = self.engine.config
+        weights = (config.load_format, self.engine.max_model_len, self._weights_changed_at)
         reading = (self.reader.options, self.reader.limits, self.prompts.limits)
-        return f"{self.system_fingerprint}|{reading!r}"
+        return f"{self.system_fingerprint}|{weights!r}|{reading!r}"
 
     def watched(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
         """To be entered around a task, which tells what it gets; metrics, traces and the log line hear of it."""
@@ -138,6 +142,11 @@ class ServerState:
             )
         return asked or self.model_names[0]
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether work can be begun: the model is loaded, and the server stays."""
+        return self.engine.state == "ready" and not self.drain.has_begun
+
     def require_running(self) -> None:
         if self.drain.has_begun:
             raise EngineError("shutting_down", "The server is shutting down and takes no new requests.")
@@ -151,6 +160,12 @@ class ServerState:
                 "The engine ended, and is being started again" if self.engine.num_restarts else "The model is loading"
             )
             raise EngineError("engine_not_ready", f"{what}. Try again in a few seconds.")
+
+
+def _changed_at(model: Path) -> int:
+    """When the newest file of a checkpoint on this machine was written, in nanoseconds; 0 for a name on a hub."""
+    files = model.iterdir() if model.is_dir() else [model] if model.is_file() else []
+    return max((file.stat().st_mtime_ns for file in files), default=0)
 
 
 async def get_state(request: Request) -> ServerState:

@@ -221,17 +221,18 @@ def test_a_place_goes_to_the_owner_who_holds_fewest() -> None:
         await worker.finish("a1")
         assert worker.order[2:] == ["b1"], "a holds one, b and c none, and b came first"
         await worker.finish("b1")
-        assert worker.order[3:] == ["b2"]
-        await worker.finish("b2")
-        assert worker.order[4:] == ["c1"]
+        assert worker.order[3:] == ["c1"], "b has had its turn"
+        await worker.finish("c1")
+        assert worker.order[4:] == ["b2"]
         await worker.finish("a2")
         assert worker.order[5:] == ["a3"], "a holds none now"
-        await worker.finish("c1")
+        await worker.finish("b2")
         assert worker.order[6:] == ["a4"], "nobody else waits"
         for name in ("a3", "a4"):
             await worker.finish(name)
         await asyncio.gather(*tasks)
         assert not worker.slots._num_held
+        assert not worker.slots._waiting
         assert worker.slots._num_free == 2
 
     asyncio.run(scenario())
@@ -258,6 +259,7 @@ def test_who_leaves_while_waiting_takes_no_place_along() -> None:
         assert worker.order == ["a1", "c1"]
         third.cancel()
         await asyncio.gather(first, second, third, return_exceptions=True)
+        assert not worker.slots._waiting
         (last,) = await worker.start("a2")
         await worker.finish("a2")
         await last

@@ -85,6 +85,7 @@ async def list_files(state: State, owner: Owner, limit: Limit = 20, after: After
 
 @router.get("/v1/files/{file_id}", response_model=FileObject, responses=error_responses(404, *_STORAGE))
 async def retrieve_file(file_id: str, state: State, owner: Owner) -> dict[str, Any]:
+    """What is known of a file."""
     return (await state.jobs.files.get(owner, file_id)).to_dict()
 
 

@@ -17,9 +17,9 @@ from mmserve.pipelines.batch import file_digest
 from mmserve.pipelines.tasks import TaskName
 from mmserve.server.documents import read_json_object
 from mmserve.server.routers.files import After, Limit, keep
-from mmserve.server.schemas.common import error_responses
+from mmserve.server.schemas.common import EVENT_STREAM, error_responses
 from mmserve.server.schemas.jobs import DeletedJob, JobForm, JobList, JobObject, JobRequest
-from mmserve.server.schemas.operations import EVENT_STREAM, job_bodies
+from mmserve.server.schemas.operations import job_bodies
 from mmserve.server.schemas.tasks import SCHEMAS, TaskFields
 from mmserve.server.sse import HEARTBEAT_FRAME, EventStream, frame, with_heartbeats
 from mmserve.server.state import Owner, ServerState, State, require_running

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from mmserve.errors import MMServeError
 from mmserve.pipelines.events import Done, Event, TextAdded
-from mmserve.pipelines.tasks import TaskName
+from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.documents import SentDocument, SentTask, brought, receive_task
 from mmserve.server.errors import as_mmserve_error, envelope
 from mmserve.server.lifetime import run_within_lifetime
@@ -139,5 +139,5 @@ async def _work_off(call: TaskCall, index: int, queue: _Queue) -> None:
         queue.put_nowait(None)
 
 
-for _task in SCHEMAS:
+for _task in TASKS:
     _add_route(_task)

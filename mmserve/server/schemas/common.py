@@ -99,6 +99,14 @@ def refuse_unsupported(body: BaseModel, sentences: Mapping[str, str], harmless: 
         raise RequestError("invalid_request", f"{name} is not supported here: {sentence}", param=name)
 
 
+USAGE_EXAMPLE: dict[str, Any] = {
+    "prompt_tokens": 12,
+    "completion_tokens": 6,
+    "total_tokens": 18,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
@@ -145,6 +153,18 @@ class ErrorEnvelope(BaseModel):
     error: ErrorBody
 
 
+EVENT_STREAM: Mapping[str, Any] = {
+    "text/event-stream": {
+        "schema": {"description": "Server-sent events."},
+        "example": 'event: delta\ndata: {"type":"delta","index":0,"name":"a.pdf","text":"The total is "}\n\n',
+    }
+}
+CHUNK_STREAM: Mapping[str, Any] = {
+    "text/event-stream": {
+        "schema": {"description": "Server-sent events: chunks, and [DONE]."},
+        "example": 'data: {"id":"1","object":"...","created":1767225600,"model":"m","choices":[]}\n\ndata: [DONE]\n\n',
+    }
+}
 _DESCRIPTIONS = {
     400: "The request cannot be served as it is.",
     401: "The server needs an API key, and this is none that it knows.",
@@ -169,4 +189,5 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 ERROR_RESPONSES = error_responses(400, 404, 408, 413, 415, 422, 429, 500, 503, 504)
-ACCESS_RESPONSES = error_responses(401, 403)
+COMPLETION_RESPONSES = {200: {"content": {**CHUNK_STREAM}}, **ERROR_RESPONSES}
+ACCESS_RESPONSES = error_responses(401, 403, 429)

@@ -34,12 +34,16 @@ class FileObject(BaseModel):
 
 
 class FileList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"object": "list", "data": [_EXAMPLE], "has_more": False}})
+
     object: Literal["list"] = "list"
     data: list[FileObject]
     has_more: bool = Field(description="Whether there are older ones: ask again with `after`, the last id here.")
 
 
 class DeletedFile(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"id": _EXAMPLE["id"], "object": "file", "deleted": True}})
+
     id: str
     object: Literal["file"] = "file"
     deleted: Literal[True] = True

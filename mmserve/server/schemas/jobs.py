@@ -10,6 +10,30 @@ from mmserve.server.schemas.common import ErrorBody, RequestModel
 
 _OPTIONS: dict[str, Any] = {"length": "short"}
 
+_EXAMPLE: dict[str, Any] = {
+    "id": "job-5b0f6c1d9e7a4f1c8d2b3a4c5d6e7f80",
+    "object": "job",
+    "task": "summarize",
+    "status": "running",
+    "created_at": 1767225600,
+    "started_at": 1767225601,
+    "finished_at": None,
+    "expires_at": 1767830400,
+    "options": _OPTIONS,
+    "files": [
+        {
+            "file_id": "file-3f1c9a4be2d84b0c9a7e1f7d52c6a810",
+            "filename": "invoice.pdf",
+            "status": "running",
+            "num_pages": 2,
+            "num_pages_read": 1,
+            "error": None,
+        }
+    ],
+    "results": None,
+    "error": None,
+}
+
 
 class JobRequest(RequestModel):
     """A task over files that are stored already."""
@@ -54,33 +78,7 @@ class JobFileObject(BaseModel):
 class JobObject(BaseModel):
     """A job. Times are Unix seconds."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "id": "job-5b0f6c1d9e7a4f1c8d2b3a4c5d6e7f80",
-                "object": "job",
-                "task": "summarize",
-                "status": "running",
-                "created_at": 1767225600,
-                "started_at": 1767225601,
-                "finished_at": None,
-                "expires_at": 1767830400,
-                "options": _OPTIONS,
-                "files": [
-                    {
-                        "file_id": "file-3f1c9a4be2d84b0c9a7e1f7d52c6a810",
-                        "filename": "invoice.pdf",
-                        "status": "running",
-                        "num_pages": 2,
-                        "num_pages_read": 1,
-                        "error": None,
-                    }
-                ],
-                "results": None,
-                "error": None,
-            }
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"example": _EXAMPLE})
 
     id: str
     object: Literal["job"]
@@ -100,12 +98,16 @@ class JobObject(BaseModel):
 
 
 class JobList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"object": "list", "data": [_EXAMPLE], "has_more": False}})
+
     object: Literal["list"] = "list"
     data: list[JobObject]
     has_more: bool = Field(description="Whether there are older ones: ask again with `after`, the last id here.")
 
 
 class DeletedJob(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"id": _EXAMPLE["id"], "object": "job", "deleted": True}})
+
     id: str
     object: Literal["job"] = "job"
     deleted: Literal[True] = True

@@ -6,21 +6,24 @@ from typing import Any
 from pydantic import BaseModel
 
 from mmserve.pipelines.tasks import TaskName
-from mmserve.server.schemas.common import error_responses
+from mmserve.server.schemas.common import EVENT_STREAM, error_responses
 from mmserve.server.schemas.jobs import JobForm, JobRequest
-from mmserve.server.schemas.results import ResultList, SummaryResult
+from mmserve.server.schemas.results import AnswerResult, ExtractionResult, ResultList, SummaryResult, TranscriptResult
 from mmserve.server.schemas.tasks import SCHEMAS
 
 REFERENCE = "#/components/schemas/{model}"
-EVENT_STREAM: Mapping[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _FILES = {
     "type": "array",
     "items": {"type": "string", "format": "binary"},
     "minItems": 1,
     "description": "The documents; `files` is accepted as a name, too.",
 }
+_EXAMPLE_FILE = {"file_data": "SW52b2ljZSA0MjogMTAgRVVSLg==", "filename": "invoice.txt"}
 _EXAMPLE_BODIES: Mapping[TaskName, dict[str, Any]] = {
-    "summarize": {"file_data": "SW52b2ljZSA0MjogMTAgRVVSLg==", "filename": "invoice.txt", "length": "short"},
+    "summarize": {**_EXAMPLE_FILE, "length": "short"},
+    "ask": {**_EXAMPLE_FILE, "question": "What is the total?"},
+    "extract": {**_EXAMPLE_FILE, "fields": "vendor,date,total"},
+    "transcribe": {**_EXAMPLE_FILE, "pages": "1-2"},
 }
 _ANSWERS = """
 
@@ -31,9 +34,17 @@ that failed has an `error` in its place. `stream=true` gives server-sent events 
 An answer that the owner of the file has had before, for the same bytes, options and model, comes from the cache and
 says so (`cached`); `no_cache=true` asks again. With a `temperature` and without a `seed` nothing is cached.
 """
-_RESULTS: Mapping[TaskName, Any] = {"summarize": SummaryResult | ResultList[SummaryResult]}
+_RESULTS: Mapping[TaskName, Any] = {
+    "summarize": SummaryResult | ResultList[SummaryResult],
+    "ask": AnswerResult | ResultList[AnswerResult],
+    "extract": ExtractionResult | ResultList[ExtractionResult],
+    "transcribe": TranscriptResult | ResultList[TranscriptResult],
+}
 _DESCRIPTIONS: Mapping[TaskName, str] = {
     "summarize": "Summarises documents, with page citations. Every sentence was found on the pages that it names.",
+    "ask": "Answers a question from each document, with page citations, or says that the document does not answer it.",
+    "extract": "Reads the values that a JSON Schema asks for. Each comes with the page that it was read on.",
+    "transcribe": "Writes each document down as Markdown, page by page, with its tables.",
 }
 TASK_ERRORS = error_responses(400, 404, 408, 413, 415, 422, 429, 500, 503, 504, 507)
 
@@ -67,16 +78,24 @@ def form_schema(fields: type[BaseModel], files: Mapping[str, Any], *, required: 
     own = fields.model_json_schema(by_alias=True)
     return {
         "type": "object",
-        "properties": {**files, **own["properties"]},
+        "properties": {**files, **{name: _without_null(field) for name, field in own["properties"].items()}},
         "required": [*required, *own.get("required", [])],
     }
+
+
+def _without_null(field: dict[str, Any]) -> dict[str, Any]:
+    """A form cannot say null: it leaves the field out."""
+    kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) != 1:
+        return {**field, "anyOf": kinds} if kinds else field
+    return {**kinds[0], **{name: value for name, value in field.items() if name != "anyOf"}}
 
 
 def job_bodies() -> dict[str, Any]:
     """A form for a job has the fields of the task's own form on top; their names do not contradict."""
     form = form_schema(JobForm, {"file": _FILES}, required=["file"])
     for schema in SCHEMAS.values():
-        form["properties"] = {**schema.form.model_json_schema(by_alias=True)["properties"], **form["properties"]}
+        form["properties"] = {**form_schema(schema.form, {}, required=[])["properties"], **form["properties"]}
     del form["properties"]["stream"]
     return {
         "application/json": {"schema": {"$ref": REFERENCE.format(model=JobRequest.__name__)}},

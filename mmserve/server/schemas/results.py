@@ -1,5 +1,6 @@
 """What the tasks answer. Results are made by the pipelines; these models tell `/docs` what is in them."""
 
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,7 +42,7 @@ class DocumentResult(BaseModel):
     """What every task says of its document."""
 
     name: str
-    pages: list[PageResult]
+    pages: Sequence[PageResult]
     num_pages: int
     model: str
     usage: TokenUsage
@@ -80,6 +81,45 @@ class SummaryResult(DocumentResult):
     text: str = Field(description="The summary, each sentence with marks of its pages.")
     citations: list[CitationResult]
     num_dropped: int = Field(description="Sentences of the model that no page supports; they are not in the text.")
+
+
+class AnswerResult(DocumentResult):
+    model_config = _example(
+        object="answer",
+        question="When is the total due?",
+        text="It is due on 12 March. [p. 1]",
+        citations=[{"sentence": "It is due on 12 March.", "pages": [1], "origin": "model"}],
+        found=True,
+        num_dropped=0,
+    )
+
+    object: Literal["answer"]
+    question: str
+    text: str = Field(description="The answer, each sentence with marks of its pages.")
+    citations: list[CitationResult]
+    found: bool = Field(description="Whether the document answers the question; if not, the text says so.")
+    num_dropped: int = Field(description="Statements of the model that no page supports; they are not in the text.")
+
+
+class ExtractionResult(DocumentResult):
+    model_config = ConfigDict(extra="allow")
+
+    object: Literal["extraction"]
+
+
+class TranscriptPage(PageResult):
+    markdown: str
+
+
+class TranscriptResult(DocumentResult):
+    model_config = _example(
+        object="transcript",
+        text="<!-- page 1 -->\n\n# Invoice 42\n\n| Item | Price |\n| --- | --- |\n| Pump | 1,284.50 |",
+    )
+
+    object: Literal["transcript"]
+    text: str = Field(description="Markdown, page by page, each under a comment with its number.")
+    pages: Sequence[TranscriptPage]
 
 
 class FailedDocument(BaseModel):

@@ -1,10 +1,11 @@
 """`/v1/summarize`, `/v1/ask`, `/v1/extract`, `/v1/transcribe`: the fields of a form, and the body in JSON."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mmserve.errors import RequestError
 from mmserve.pipelines.page_views import Mode
@@ -54,6 +55,41 @@ class SummarizeFields(TaskFields):
     prompt: str | None = Field(None, description="What the summary should pay attention to.", examples=["Dates."])
     length: Length | None = Field(None, description="How long the summary should be; medium if absent.")
     language: str | None = Field(None, description="The language to answer in, by name; the document's own if absent.")
+
+
+class AskFields(TaskFields):
+    task = "ask"
+
+    question: str = Field(description="What to look for in the document.", examples=["When is the total due?"])
+    language: str | None = Field(None, description="The language to answer in, by name; the document's own if absent.")
+
+
+class ExtractFields(TaskFields):
+    task = "extract"
+
+    json_schema: dict[str, Any] | str | None = Field(
+        None, alias="schema", description="A JSON Schema of the object wanted; in a form, its text."
+    )
+    fields: str | None = Field(
+        None, description="The short form of a schema: names of fields.", examples=["vendor,date,total"]
+    )
+
+    @field_validator("json_schema")
+    @classmethod
+    def _read_schema(cls, given: dict[str, Any] | str | None) -> dict[str, Any] | None:
+        if not isinstance(given, str):
+            return given
+        try:
+            read = json.loads(given)
+        except (ValueError, RecursionError):
+            raise ValueError("it is no JSON") from None
+        if not isinstance(read, dict):
+            raise ValueError("a JSON Schema is an object here")
+        return read
+
+
+class TranscribeFields(TaskFields):
+    task = "transcribe"
 
 
 class DocumentSource(RequestModel):
@@ -106,6 +142,18 @@ class SummarizeBody(DocumentsBody, SummarizeFields):
     """The same in JSON, with the documents."""
 
 
+class AskBody(DocumentsBody, AskFields):
+    """The same in JSON, with the documents."""
+
+
+class ExtractBody(DocumentsBody, ExtractFields):
+    """The same in JSON, with the documents."""
+
+
+class TranscribeBody(DocumentsBody, TranscribeFields):
+    """The same in JSON, with the documents."""
+
+
 @dataclass(frozen=True)
 class TaskSchema:
     """What a task is sent: the fields of its form, and the body in JSON."""
@@ -116,4 +164,7 @@ class TaskSchema:
 
 SCHEMAS: Mapping[TaskName, TaskSchema] = {
     "summarize": TaskSchema(SummarizeFields, SummarizeBody),
+    "ask": TaskSchema(AskFields, AskBody),
+    "extract": TaskSchema(ExtractFields, ExtractBody),
+    "transcribe": TaskSchema(TranscribeFields, TranscribeBody),
 }
