@@ -1,5 +1,6 @@
 """Configuration: frozen, nested, validated once. `ModelConfig` is a decoder's shape, read from a Hugging Face file."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,20 @@ def parse_bytes(text: str) -> int:
         raise RequestError(
             "invalid_request", f"{text!r} is not a size: write 2GiB, 512MiB or a number of bytes"
         ) from None
+
+
+def parse_duration(text: str) -> float:
+    """`7d`, `12h`, `30m`, `90s`, `90` -> seconds."""
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+    number = text.strip().rstrip("smhdSMHD ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        seconds = float(number) * units[unit]
+    except (ValueError, KeyError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RequestError("invalid_request", f"{text!r} is not a time: write 7d, 12h, 30m or a number of seconds")
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)

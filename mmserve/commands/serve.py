@@ -12,7 +12,7 @@ import typer
 from mmserve.commands.documents import EXIT_INTERRUPTED, started_engine
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.progress import show_log
-from mmserve.config import parse_bytes
+from mmserve.config import parse_bytes, parse_duration
 from mmserve.weights import hub
 
 SERVE_ENGINE = EngineOptions(engine_process=True)
@@ -55,6 +55,37 @@ class ServerOptions:
             show_default="none",
         ),
     ] = None
+    data_dir: Annotated[
+        Path | None,
+        _option(help="Folder for stored files, jobs and results.", show_default="~/.local/state/mmserve"),
+    ] = None
+    database_url: Annotated[
+        str | None,
+        _option(
+            metavar="URL",
+            help="Database of jobs and results, such as postgresql+psycopg://user@host/name.",
+            show_default="SQLite in the data folder",
+        ),
+    ] = None
+    retention: Annotated[
+        str, _option(metavar="TIME", help="How long files, jobs and results are kept: 7d, 12h, 30m.")
+    ] = "7d"
+    max_queued_jobs: Annotated[int, _option(min=1, help="Jobs that may wait; more are refused.")] = 1000
+    webhook_hosts: Annotated[
+        list[str] | None,
+        _option(
+            metavar="HOST",
+            help="Host to which the end of jobs may be told: host, host:port, *.domain or *; repeatable.",
+            show_default="none",
+        ),
+    ] = None
+    webhook_secret: Annotated[
+        str | None,
+        _option(
+            metavar="SECRET",
+            help="What webhooks are signed with, whsec_ and base64; better given as MMSERVE_WEBHOOK_SECRET.",
+        ),
+    ] = None
     verbose: Annotated[bool, _option("--verbose", "-v", help="Say more, with one line a request.")] = False
 
 
@@ -68,7 +99,8 @@ def serve(
 ) -> None:
     """Answer over HTTP: documents at /v1/summarize, and OpenAI's chat and completions.
 
-    It listens at once; /ready answers 200 when the model is loaded. SIGTERM or Ctrl-C lets running requests finish.
+    It listens at once; /ready answers 200 when the model is loaded. SIGTERM or Ctrl-C lets running requests finish;
+    jobs go on at the next start.
 
     \b
     Examples:
@@ -79,7 +111,7 @@ def serve(
     show_log(verbose=server.verbose)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if server.verbose else logging.WARNING)
     from mmserve.server.runner import bind, run_server
-    from mmserve.server.settings import ServerSettings
+    from mmserve.server.settings import ServerSettings, default_data_dir
 
     settings = ServerSettings(
         request_timeout=server.request_timeout,
@@ -93,6 +125,12 @@ def serve(
         max_json_bytes=parse_bytes(server.max_media_size) * 3 // 2,
         max_media_bytes=parse_bytes(server.max_media_size),
         allowed_media_hosts=tuple(server.allowed_media_hosts or ()),
+        data_dir=server.data_dir or default_data_dir(),
+        database_url=server.database_url,
+        retention_seconds=parse_duration(server.retention),
+        max_queued_jobs=server.max_queued_jobs,
+        webhook_hosts=tuple(server.webhook_hosts or ()),
+        webhook_secret=server.webhook_secret,
     )
     vision.to_limits()
     if hub.is_demo(engine.model):

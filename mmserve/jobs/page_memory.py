@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from mmserve.jobs.results import is_kept
 from mmserve.jobs.tables import page_texts
 from mmserve.jobs.upserts import put_row
 from mmserve.pipelines.document import DocumentReader
-from mmserve.vision.page_types import Document, Page, PageOptions
+from mmserve.vision.page_types import Document, Page, PageForm, PageOptions
 
 _BATCH_PAGES = 64
 
@@ -26,7 +27,9 @@ class PageSource(DocumentReader, Protocol):
     @property
     def options(self) -> PageOptions: ...
 
-    def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncGenerator[Page, None]: ...
+    def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncGenerator[Page, None]: ...
 
 
 class RememberingReader:
@@ -42,66 +45,76 @@ class RememberingReader:
         self._database = database
         self._owner = owner
         self._retention_seconds = retention_seconds
-        self._reading = digest_of(mmserve.__version__, reader.options)
 
     async def open(self, path: Path, *, name: str | None = None) -> Document:
         return await self._reader.open(path, name=name)
 
-    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncGenerator[Page, None]:
+    async def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncGenerator[Page, None]:
         """As the reader gives them, in order."""
         numbers = list(selection) if selection is not None else list(range(1, document.num_pages + 1))
-        remembered = await self._database.read(lambda connection: self._numbers(connection, document.sha256))
+        kept = _Kept(document.sha256, digest_of(mmserve.__version__, self._reader.options, form))
+        remembered = await self._database.read(lambda connection: self._numbers(connection, kept))
         missing = [number for number in numbers if number not in remembered]
-        async with aclosing(self._reader.pages(document, missing)) as read:
+        async with aclosing(self._reader.pages(document, missing, form=form)) as read:
             for start in range(0, len(numbers), _BATCH_PAGES):
                 batch = numbers[start : start + _BATCH_PAGES]
-                known = await self._recall(document.sha256, [number for number in batch if number in remembered])
+                known = await self._recall(kept, [number for number in batch if number in remembered])
                 for number in batch:
                     if number not in remembered:
-                        yield await self._next_read(document.sha256, read)
+                        yield await self._next_read(kept, read)
                     else:
-                        yield known.get(number) or await self._read_alone(document, number)
+                        yield known.get(number) or await self._read_alone(document, number, form)
 
-    async def _next_read(self, sha256: str, read: AsyncGenerator[Page, None]) -> Page:
+    async def _next_read(self, kept: "_Kept", read: AsyncGenerator[Page, None]) -> Page:
         page = await anext(read)
         self.num_read += 1
         if page.problem is None:
-            await self._database.write(lambda connection: self._remember(connection, sha256, page))
+            await self._database.write(lambda connection: self._remember(connection, kept, page))
         return page
 
-    async def _read_alone(self, document: Document, number: int) -> Page:
+    async def _read_alone(self, document: Document, number: int, form: PageForm) -> Page:
         """A page that was forgotten since this reading began."""
-        async with aclosing(self._reader.pages(document, [number])) as read:
+        async with aclosing(self._reader.pages(document, [number], form=form)) as read:
             self.num_read += 1
             return await anext(read)
 
-    async def _recall(self, sha256: str, numbers: Sequence[int]) -> Mapping[int, Page]:
+    async def _recall(self, kept: "_Kept", numbers: Sequence[int]) -> Mapping[int, Page]:
         if not numbers:
             return {}
-        query = select(page_texts.c.page).where(*self._is_of(sha256), page_texts.c.number.in_(numbers))
+        query = select(page_texts.c.page).where(*self._is_of(kept), page_texts.c.number.in_(numbers))
         stored = await self._database.read(lambda connection: connection.execute(query).scalars().all())
         self.num_remembered += len(stored)
         return {page.number: page for page in map(_from_json, stored)}
 
-    def _numbers(self, connection: Connection, sha256: str) -> set[int]:
-        return set(connection.execute(select(page_texts.c.number).where(*self._is_of(sha256))).scalars())
+    def _numbers(self, connection: Connection, kept: "_Kept") -> set[int]:
+        return set(connection.execute(select(page_texts.c.number).where(*self._is_of(kept))).scalars())
 
-    def _remember(self, connection: Connection, sha256: str, page: Page) -> None:
-        if not is_kept(connection, self._owner, sha256):
+    def _remember(self, connection: Connection, kept: "_Kept", page: Page) -> None:
+        if not is_kept(connection, self._owner, kept.sha256):
             return
         row = {
             "owner": self._owner,
-            "sha256": sha256,
-            "reading": self._reading,
+            "sha256": kept.sha256,
+            "reading": kept.reading,
             "number": page.number,
             "page": _to_json(page),
             "expires_at": self._database.now() + self._retention_seconds,
         }
         put_row(connection, page_texts, row)
 
-    def _is_of(self, sha256: str) -> tuple[Any, ...]:
+    def _is_of(self, kept: "_Kept") -> tuple[Any, ...]:
         columns = page_texts.c
-        return columns.owner == self._owner, columns.sha256 == sha256, columns.reading == self._reading
+        return columns.owner == self._owner, columns.sha256 == kept.sha256, columns.reading == kept.reading
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Where a document's pages are kept: `reading` is a digest of how they are read, and as what."""
+
+    sha256: str
+    reading: str
 
 
 def _to_json(page: Page) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class JobRunner:
         while True:
             self._bell.clear()
             try:
-                while len(self._running) < self._bench.max_concurrent_documents:
+                while self._bench.workplace.is_ready and len(self._running) < self._bench.max_concurrent_documents:
                     job = await self._bench.queue.claim(self._running.keys())
                     if job is None:
                         break

@@ -7,10 +7,13 @@ from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 
 
 class Workplace(Protocol):
-    """Engine and prompts are an owner's own.
+    """Engine and prompts are an owner's own. No job is begun while it is not ready.
 
     `model` is all about the server that may change an answer: weights, precision, how pages are read.
     """
+
+    @property
+    def is_ready(self) -> bool: ...
 
     @property
     def reader(self) -> PageSource: ...

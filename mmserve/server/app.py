@@ -8,16 +8,18 @@ from fastapi import FastAPI
 
 import mmserve
 from mmserve.engine.prompt_builder import PromptBuilder
+from mmserve.pipelines.tasks import TASKS
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
-from mmserve.server.routers import chat, completions, health, models, summarize
+from mmserve.server.openapi import install_openapi
+from mmserve.server.routers import chat, completions, files, health, jobs, models, tasks
 from mmserve.server.settings import ServerSettings
 from mmserve.server.state import ServedEngine, ServerState
 
 if TYPE_CHECKING:
     from mmserve.vision.pages import PageReader
 
-UPLOAD_PATHS = ("/v1/summarize",)
+UPLOAD_PATHS = (*(f"/v1/{task}" for task in TASKS), "/v1/files", "/v1/jobs")
 
 
 def create_app(
@@ -25,7 +27,8 @@ def create_app(
 ) -> FastAPI:
     """An app that serves `client`, which may still be starting. Who made its arguments closes them, not the app.
 
-    Without `prompts` the app takes no pictures.
+    Without `prompts` the app takes no pictures. Who serves the app enters the `jobs` of its state before, and leaves
+    them after: `DrainingServer` does.
     """
     state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings)
     app = FastAPI(
@@ -35,14 +38,15 @@ def create_app(
         lifespan=_lifespan,
     )
     app.state.server = state
-    for router in (summarize.router, chat.router, completions.router, models.router, health.router):
-        app.include_router(router)
+    for router in (tasks, files, jobs, chat, completions, models, health):
+        app.include_router(router.router)
     app.add_middleware(
         BodyLimit,
         default=settings.max_json_bytes,
         limits=dict.fromkeys(UPLOAD_PATHS, settings.max_upload_bytes),
     )
     install_error_handlers(app)
+    install_openapi(app)
     return app
 
 

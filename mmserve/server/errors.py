@@ -64,7 +64,7 @@ def from_validation(errors: Sequence[Any]) -> RequestError:
     if first["type"] == "json_invalid":
         position, reason = first["loc"][-1], first.get("ctx", {}).get("error", "malformed")
         return RequestError("invalid_request", f"The body is not valid JSON: {reason} at character {position}.")
-    location = [part for part in first["loc"] if part != "body"]
+    location = first["loc"]
     if not location:
         return RequestError("invalid_request", "The body must be a JSON object.")
     param = _param(location)
@@ -123,7 +123,9 @@ async def _handle_client_gone(request: Request, _error: Exception) -> Response:
 
 async def _handle_validation(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return error_response(from_validation(error.errors()))
+    places = ("path", "query", "header", "body")
+    errors = [{**one, "loc": one["loc"][one["loc"][0] in places :]} for one in error.errors()]
+    return error_response(from_validation(errors))
 
 
 def _from_http_exception(error: HTTPException) -> MMServeError:

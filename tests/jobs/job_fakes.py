@@ -18,7 +18,7 @@ from mmserve.jobs.service import JobService
 from mmserve.jobs.settings import JobSettings
 from mmserve.request import FinishReason, ImageSpan, SamplingParams
 from mmserve.vision.image_source import ImageSource, PixelLimits
-from mmserve.vision.page_types import Document, Page, PageOptions
+from mmserve.vision.page_types import Document, Page, PageForm, PageOptions
 
 TOWNS = ("Vienna", "Lisbon", "Geneva", "Warsaw", "Dublin", "Madrid", "Athens", "Prague", "Berne", "Oslo")
 
@@ -159,7 +159,9 @@ class CountingReader:
         num_pages = content.count(b"\f") + 1
         return Document(path, name or path.name, "application/pdf", hashlib.sha256(content).hexdigest(), num_pages)
 
-    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncGenerator[Page, None]:
+    async def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncGenerator[Page, None]:
         texts = document.path.read_text().split("\f")
         for number in selection if selection is not None else range(1, len(texts) + 1):
             await asyncio.sleep(self.delay)
@@ -179,6 +181,7 @@ class Desk:
     reader: CountingReader = field(default_factory=CountingReader)
     engine: CountingEngine = field(default_factory=CountingEngine)
     model: str = "scripted-1"
+    is_ready: bool = True
     engines: dict[str, CountingEngine] = field(default_factory=dict)
 
     def engine_for(self, owner: str) -> CountingEngine:

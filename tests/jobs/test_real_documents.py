@@ -11,7 +11,7 @@ from reportlab.pdfgen.canvas import Canvas
 
 from mmserve.jobs.service import JobService, Workplace
 from mmserve.jobs.settings import JobSettings
-from mmserve.vision.page_types import Document, Page, PageOptions
+from mmserve.vision.page_types import Document, Page, PageForm, PageOptions
 from mmserve.vision.pages import PageReader
 
 pytest_plugins = ["job_fixtures"]
@@ -22,8 +22,10 @@ class WatchedReader(PageReader):
         super().__init__(options=PageOptions(ocr="off"), num_workers=1)
         self.read: list[int] = []
 
-    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncGenerator[Page]:
-        async for page in super().pages(document, selection):
+    async def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncGenerator[Page]:
+        async for page in super().pages(document, selection, form=form):
             self.read.append(page.number)
             yield page
 
@@ -33,6 +35,7 @@ class RealDesk:
     reader: PageReader
     engine: CountingEngine = field(default_factory=CountingEngine)
     model: str = "scripted-1"
+    is_ready: bool = True
 
     def engine_for(self, owner: str) -> CountingEngine:
         return self.engine

@@ -71,7 +71,9 @@ class ScriptedEngine:
         images: Sequence[ImageSpan] = (),
     ) -> AsyncGenerator[CompletionDelta, None]:
         name = request_id or "anonymous"
-        self.prompts.append(bytes(prompt_token_ids).decode())
+        if not all(0 <= token_id < ByteTokenizer.vocab_size for token_id in prompt_token_ids):
+            raise RequestError("invalid_request", "the prompt has tokens that are none")
+        self.prompts.append(bytes(prompt_token_ids).decode(errors="replace"))
         self.params.append(params)
         self.images.append(tuple(images))
         self.started.append(name)

@@ -24,7 +24,7 @@ from mmserve.server.schemas.chat import (
     ChatCompletionRequest,
     ChatDelta,
 )
-from mmserve.server.schemas.common import ERROR_RESPONSES, Usage
+from mmserve.server.schemas.common import COMPLETION_RESPONSES, Usage
 from mmserve.server.sse import DONE_FRAME, EventStream, frame
 from mmserve.server.state import ServerState, State, require_json, require_ready
 
@@ -56,7 +56,11 @@ class ChatTurn:
         }
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERROR_RESPONSES)
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=COMPLETION_RESPONSES,
+)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, state: State) -> Response:
     """Answers a conversation, as OpenAI's endpoint of the same name does; `stream=true` sends server-sent events."""
     turn = _start(body, state)

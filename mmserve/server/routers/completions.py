@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from mmserve.server.generation import Answer, GenerationRequest, UsageCount, collect, generate
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.logprobs import CompletionLogprobsWriter
-from mmserve.server.schemas.common import ERROR_RESPONSES, Usage
+from mmserve.server.schemas.common import COMPLETION_RESPONSES, Usage
 from mmserve.server.schemas.completions import CompletionChoice, CompletionRequest, TextCompletion
 from mmserve.server.sse import DONE_FRAME, EventStream, frame
 from mmserve.server.state import ServerState, State, require_json, require_ready
@@ -46,7 +46,7 @@ class CompletionCall:
         return CompletionLogprobsWriter(self.state.engine.tokenizer)
 
 
-@router.post("/v1/completions", response_model=TextCompletion, responses=ERROR_RESPONSES)
+@router.post("/v1/completions", response_model=TextCompletion, responses=COMPLETION_RESPONSES)
 async def create_completion(body: CompletionRequest, request: Request, state: State) -> Response:
     """Continues a text, as OpenAI's endpoint of the same name does; `stream=true` sends server-sent events."""
     call = await _start(body, state)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 import mmserve
 from mmserve.errors import EngineError
@@ -15,10 +15,14 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: ERROR_RESPONSES[503]}
 
 
 class Status(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"status": "ok"}})
+
     status: str
 
 
 class Version(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"version": "0.1.0"}})
+
     version: str
 
 
@@ -39,6 +43,7 @@ async def ready(state: State) -> Status:
 
 @router.get("/version")
 async def version() -> Version:
+    """The version of this server."""
     return Version(version=mmserve.__version__)
 
 
