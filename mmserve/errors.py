@@ -22,6 +22,7 @@ ErrorCode = Literal[
     "password_required",
     "not_found",
     "method_not_allowed",
+    "idempotency_conflict",
     "queue_full",
     "internal_error",
     "engine_dead",
@@ -31,6 +32,8 @@ ErrorCode = Literal[
     "model_unavailable",
     "insufficient_memory",
     "timeout",
+    "storage_unavailable",
+    "storage_full",
 ]
 
 HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
@@ -44,6 +47,7 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "not_found": 404,
         "method_not_allowed": 405,
         "body_stalled": 408,
+        "idempotency_conflict": 409,
         "body_too_large": 413,
         "page_too_large": 413,
         "too_many_pages": 413,
@@ -60,7 +64,9 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "missing_dependency": 503,
         "model_unavailable": 503,
         "insufficient_memory": 503,
+        "storage_unavailable": 503,
         "timeout": 504,
+        "storage_full": 507,
     }
 )
 
@@ -84,6 +90,16 @@ class MMServeError(Exception):
     def http_status(self) -> int:
         return HTTP_STATUS[self.code]
 
+    def to_dict(self) -> dict[str, str | None]:
+        """The error object that clients of OpenAI's interface understand."""
+        return {"message": self.message, "type": self._type, "param": self.param, "code": self.code}
+
+    @property
+    def _type(self) -> str:
+        if self.http_status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.http_status < 500 else "server_error"
+
     def about(self, what: str) -> Self:
         """The same error, in a sentence that says of what."""
         message = self.message if what in self.message else f"{what}: {self.message}"
@@ -100,6 +116,10 @@ class DocumentError(RequestError):
 
 class EngineError(MMServeError):
     """The engine cannot answer now: dead, starting, draining, overloaded, or too slow."""
+
+
+class StorageError(MMServeError):
+    """Files or results cannot be kept or read now: the disk is full, the database locked, a folder read-only."""
 
 
 class SetupError(MMServeError):

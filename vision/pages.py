@@ -98,6 +98,22 @@ class PageReader:
                 task.cancel()
             reading.cancel()
 
+    async def draw(self, document: Document, number: int, width: int) -> bytes:
+        """Page `number` (from 1) as a PNG for a person to look at, `width` pixels wide or less.
+
+        Raises `RequestError` for a page that is not there, `DocumentError` for one that cannot be drawn, as all of a
+        text file (`unsupported_type`).
+        """
+        if not 1 <= number <= document.num_pages:
+            raise _no_such_page(number, document.num_pages)
+        if document.media_type == TEXT_TYPE:
+            raise DocumentError("unsupported_type", f"{document.name} is text: it has no pictures of pages")
+        try:
+            drawn: bytes = await self._pool.call("draw_page", document, number, width, timeout=self.limits.page_timeout)
+        except DocumentError as error:
+            raise error.about(f"page {number} of {document.name}") from None
+        return drawn
+
     def close(self) -> None:
         self._pool.close()
 

@@ -1,23 +1,26 @@
 """The application: routes, limits, error handling and metrics around one engine and one page reader."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
 import mmserve
 from mmserve.engine.prompt_builder import PromptBuilder
+from mmserve.errors import MMServeError
+from mmserve.pipelines.tasks import TASKS
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
-from mmserve.server.routers import chat, completions, health, models, summarize
+from mmserve.server.openapi import install_openapi
+from mmserve.server.routers import chat, completions, files, health, jobs, models, tasks
 from mmserve.server.settings import ServerSettings
 from mmserve.server.state import ServedEngine, ServerState
 
 if TYPE_CHECKING:
     from mmserve.vision.pages import PageReader
 
-UPLOAD_PATHS = ("/v1/summarize",)
+UPLOAD_PATHS = (*(f"/v1/{task}" for task in TASKS), "/v1/files", "/v1/jobs")
 
 
 def create_app(
@@ -25,7 +28,8 @@ def create_app(
 ) -> FastAPI:
     """An app that serves `client`, which may still be starting. Who made its arguments closes them, not the app.
 
-    Without `prompts` the app takes no pictures.
+    Without `prompts` the app takes no pictures. Jobs are worked on from the app's start to its end; what goes wrong
+    with their database at the start is in `startup_error` of its state.
     """
     state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings)
     app = FastAPI(
@@ -35,14 +39,15 @@ def create_app(
         lifespan=_lifespan,
     )
     app.state.server = state
-    for router in (summarize.router, chat.router, completions.router, models.router, health.router):
-        app.include_router(router)
+    for router in (tasks, files, jobs, chat, completions, models, health):
+        app.include_router(router.router)
     app.add_middleware(
         BodyLimit,
         default=settings.max_json_bytes,
         limits=dict.fromkeys(UPLOAD_PATHS, settings.max_upload_bytes),
     )
     install_error_handlers(app)
+    install_openapi(app)
     return app
 
 
@@ -50,7 +55,11 @@ def create_app(
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: ServerState = app.state.server
     state.engine.observers.append(state.metrics.observe)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.callback(state.engine.observers.remove, state.metrics.observe)
+        try:
+            await stack.enter_async_context(state.jobs)
+        except MMServeError as error:
+            state.startup_error = error
+            raise
         yield
-    finally:
-        state.engine.observers.remove(state.metrics.observe)

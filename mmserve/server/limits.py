@@ -16,9 +16,9 @@ STALL_SECONDS = 20.0
 class BodyLimit:
     """Counts a body's bytes while they arrive, so that the cap holds with and without Content-Length.
 
-    `limits` maps path prefixes to bytes, `default` is for all other paths. A body that nobody wants, because the answer
-    is known before its end, is read on and thrown away for `LINGER_SECONDS`: most clients look for the answer only when
-    they have sent everything.
+    `limits` maps path prefixes to bytes of a multipart body, which goes to disk; `default` is for all others. A body
+    that nobody wants, because the answer is known before its end, is read on and thrown away for `LINGER_SECONDS`: most
+    clients look for the answer only when they have sent everything.
     """
 
     def __init__(self, app: ASGIApp, *, default: int, limits: Mapping[str, int]) -> None:
@@ -30,8 +30,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limit_bytes = self._limit(scope["path"])
         headers = {name.lower(): value for name, value in scope["headers"]}
+        is_multipart = headers.get(b"content-type", b"").lower().startswith(b"multipart/")
+        limit_bytes = self._limit(scope["path"]) if is_multipart else self.default
         body = _CountedBody(receive, limit_bytes)
         if _sends_unasked(headers):
             send = body.lingering(send)

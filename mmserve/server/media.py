@@ -5,8 +5,6 @@ each page of a document becomes one; for a model without, documents become text 
 """
 
 import asyncio
-import base64
-import binascii
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,6 +15,7 @@ from typing import Any
 from mmserve.errors import DocumentError, MMServeError, RequestError
 from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.prompts import Fence
+from mmserve.server.base64_data import decode_base64, is_data_url
 from mmserve.server.schemas.content import Detail, MediaPart
 from mmserve.server.state import ServerState
 from mmserve.server.uploads import display_name
@@ -24,7 +23,6 @@ from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import Document
 from mmserve.vision.sniff import PDF_TYPE, TEXT_TYPE
 
-_DATA_URL = re.compile(r"data:[^,]{0,256}?(;base64)?,", re.I)
 _NO_EYES = (
     "the model served here reads text only. Send the picture or the document to /v1/summarize, which reads its pages,"
     " or send its text; a vision-language model would take it as it is."
@@ -109,14 +107,9 @@ class _Receiver:
             raise type(error)(error.code, error.message, param=error.param or media.where) from None
 
     async def _content(self, media: MediaPart) -> bytes:
-        head = _DATA_URL.match(media.source[:300])
-        if head is not None:
-            if head[1] is None:
-                raise RequestError("invalid_request", "only data URLs in base64 are read: write data:...;base64,...")
-            return await asyncio.to_thread(_decode, media.source, head.end())
-        if re.match(r"[a-z][a-z0-9+.-]*:", media.source[:32], re.I):
+        if not is_data_url(media.source) and re.match(r"[a-z][a-z0-9+.-]*:", media.source[:32], re.I):
             return await self._state.fetcher.fetch(media.source)
-        return await asyncio.to_thread(_decode, media.source, 0)
+        return await asyncio.to_thread(decode_base64, media.source)
 
     def _check_kind(self, media: MediaPart, document: Document) -> None:
         if media.kind == "image" and document.media_type == TEXT_TYPE:
@@ -190,13 +183,6 @@ def _too_many_bytes(most: int) -> RequestError:
         f"the request's pictures and documents have over {most:,} bytes, which is all that this server takes: send"
         " smaller ones, or fewer",
     )
-
-
-def _decode(source: str, start: int) -> bytes:
-    try:
-        return base64.b64decode("".join(source[start:].split()), validate=True)
-    except (binascii.Error, ValueError):
-        raise RequestError("invalid_request", "the file is not valid base64: encode its bytes, all of them") from None
 
 
 def _name(media: MediaPart, index: int) -> str:

@@ -182,14 +182,14 @@ def _unreachable(what: str) -> RequestError:
     return RequestError("url_unreachable", f"the URL {what}: check it, or send the file itself as a data URL")
 
 
-def parse_allowed_hosts(entries: Sequence[str]) -> AllowedHosts:
+def parse_allowed_hosts(entries: Sequence[str], option: str = "allowed-media-hosts") -> AllowedHosts:
     """Raises `RequestError` for an entry that is a URL or has a port that is none."""
     for entry in entries:
         host, colon, port = entry.partition(":")
         if not host or "/" in entry or (colon and not port.isdigit()):
             raise RequestError(
                 "invalid_request",
-                f"--allowed-media-hosts {entry!r}: write a host, *.domain or *, with :port for other ports than usual",
-                param="allowed_media_hosts",
+                f"--{option} {entry!r}: write a host, *.domain or *, with :port for other ports than usual",
+                param=option.replace("-", "_"),
             )
     return AllowedHosts(tuple(entries))

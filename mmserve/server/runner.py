@@ -78,12 +78,16 @@ def run_server(
 ) -> int | None:
     """Serves until a signal, and returns it; main thread only. `say` gets a sentence for whoever started the server.
 
-    Raises what the engine could not start for. The reader is closed at the end, the rest is the caller's.
+    Raises what the engine or the database of jobs could not start for. The reader is closed at the end, the rest is the
+    caller's.
     """
-    server = DrainingServer(create_app(engine, reader, settings, prompts), settings)
+    app = create_app(engine, reader, settings, prompts)
+    server = DrainingServer(app, settings)
     with server.signals_stop():
         say(f"Listening on {url_of(listener)} (docs at {url_of(listener)}/docs); the model is being loaded.")
         asyncio.run(_serve(server, engine, reader, listener, say))
+    if app.state.server.startup_error is not None:
+        raise app.state.server.startup_error
     if server.received_signal is None:
         engine.wait_until_ready(timeout=0)
     return server.received_signal

@@ -1,17 +1,28 @@
 """What an operator decides about the server itself; what concerns the engine is in `EngineConfig`."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmserve.errors import RequestError
+from mmserve.jobs.settings import JobSettings
 from mmserve.server.media_fetch import parse_allowed_hosts
 
 MIB = 1024**2
+DAY = 24 * 3600.0
+
+
+def default_data_dir() -> Path:
+    """Where this user's programs keep what outlives them (XDG base directories)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "mmserve"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How much the server takes. Times are in seconds; `request_timeout=None` is no limit."""
+    """How much the server takes, and where it keeps what. Times are in seconds; `request_timeout=None` is no limit.
+
+    Files, jobs and results are in `data_dir`, those that are rows in SQLite there or at `database_url`.
+    """
 
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
@@ -23,6 +34,12 @@ class ServerSettings:
     max_images_per_request: int = 64
     max_media_bytes: int = 32 * MIB
     allowed_media_hosts: tuple[str, ...] = ()
+    data_dir: Path = field(default_factory=default_data_dir)
+    database_url: str | None = None
+    retention_seconds: float = 7 * DAY
+    max_queued_jobs: int = 1000
+    webhook_hosts: tuple[str, ...] = ()
+    webhook_secret: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check(self.request_timeout is None or self.request_timeout > 0, "request-timeout", "must be above 0")
@@ -34,6 +51,20 @@ class ServerSettings:
         _check(self.max_media_bytes > 0, "max-media-size", "must be positive")
         parse_allowed_hosts(self.allowed_media_hosts)
         _check(self.max_concurrent_documents > 0, "max-concurrent-documents", "must be positive")
+        _check(self.retention_seconds > 0, "retention", "must be positive")
+        _check(self.max_queued_jobs > 0, "max-queued-jobs", "must be positive")
+        parse_allowed_hosts(self.webhook_hosts, option="webhook-hosts")
+
+    def to_job_settings(self) -> JobSettings:
+        return JobSettings(
+            data_dir=self.data_dir,
+            database_url=self.database_url,
+            retention_seconds=self.retention_seconds,
+            max_queued_jobs=self.max_queued_jobs,
+            max_concurrent_documents=self.max_concurrent_documents,
+            webhook_hosts=self.webhook_hosts,
+            webhook_secret=self.webhook_secret,
+        )
 
 
 def _check(condition: bool, option: str, sentence: str) -> None:

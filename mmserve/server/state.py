@@ -12,7 +12,8 @@ from fastapi import Depends, Request
 import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
-from mmserve.errors import EngineError, RequestError
+from mmserve.errors import EngineError, MMServeError, RequestError
+from mmserve.jobs.service import JobService
 from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
@@ -66,6 +67,8 @@ class ServerState:
         self.drain = Drain()
         self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
         self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
+        self.jobs = JobService(settings.to_job_settings(), self)
+        self.startup_error: MMServeError | None = None
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
@@ -80,6 +83,12 @@ class ServerState:
 
     def prompts_for(self, owner: str) -> "PromptBuilder":  # noqa: ARG002
         return self.prompts
+
+    @property
+    def model(self) -> str:
+        """All that may change an answer besides the document and the options of its task."""
+        reading = (self.reader.options, self.reader.limits, self.prompts.limits)
+        return f"{self.system_fingerprint}|{reading!r}"
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -101,9 +110,12 @@ class ServerState:
             )
         return asked or self.model_names[0]
 
-    def require_ready(self) -> None:
+    def require_running(self) -> None:
         if self.drain.has_begun:
             raise EngineError("shutting_down", "The server is shutting down and takes no new requests.")
+
+    def require_ready(self) -> None:
+        self.require_running()
         if self.engine.state == "dead":
             raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
         if self.engine.state == "starting":
@@ -129,6 +141,11 @@ Owner = Annotated[str, Depends(get_owner)]
 
 async def require_ready(state: State) -> None:
     state.require_ready()
+
+
+async def require_running(state: State) -> None:
+    """For what needs no model."""
+    state.require_running()
 
 
 async def require_json(request: Request) -> None:

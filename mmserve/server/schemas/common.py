@@ -1,12 +1,13 @@
 """What chat and text completions have in common: sampling fields, extras of OpenAI's clients, usage."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
+from mmserve.server.errors import from_validation
 
 FinishedReason = Literal["stop", "length", "abort", "error"]
 
@@ -15,6 +16,14 @@ class RequestModel(BaseModel):
     """A body of which every field is known: a misspelt option is an error, not a surprise."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Raises `RequestError` that names the field."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise from_validation(error.errors()) from None
 
 
 class StreamOptions(RequestModel):
@@ -114,19 +123,41 @@ class ErrorBody(BaseModel):
 class ErrorEnvelope(BaseModel):
     """How every failure is told."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "error": {
+                    "message": "length must be short, medium or long",
+                    "type": "invalid_request_error",
+                    "param": "length",
+                    "code": "invalid_request",
+                }
+            }
+        }
+    )
+
     error: ErrorBody
 
 
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorEnvelope, "description": description}
-    for status, description in {
-        400: "The request cannot be served as it is.",
-        404: "The model is not served here.",
-        413: "The body is too large.",
-        415: "The content type cannot be read.",
-        429: "Too many requests wait; see Retry-After.",
-        500: "A fault of the server.",
-        503: "The engine is loading, dead, or shutting down; see Retry-After.",
-        504: "The request took longer than the server allows.",
-    }.items()
+_DESCRIPTIONS = {
+    400: "The request cannot be served as it is.",
+    404: "What is named is not here.",
+    408: "The body stopped arriving.",
+    409: "The idempotency key was used for another request.",
+    413: "The body or the document is too large.",
+    415: "The content type, or the type of a document, cannot be read.",
+    422: "The document is damaged, empty or protected by a password.",
+    429: "Too many requests wait; see Retry-After.",
+    500: "A fault of the server.",
+    503: "The engine is loading, dead, or shutting down, or storage cannot be had; see Retry-After.",
+    504: "The request took longer than the server allows.",
+    507: "The server's disk is full.",
 }
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What `/docs` says of these statuses."""
+    return {status: {"model": ErrorEnvelope, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+ERROR_RESPONSES = error_responses(400, 404, 408, 413, 415, 422, 429, 500, 503, 504)

@@ -1,0 +1,64 @@
+"""A task over one document for one owner: from the result cache where it may, else by the engine."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmserve.jobs.results import ResultKey
+from mmserve.pipelines.batch import file_digest
+from mmserve.pipelines.events import OnEvent, TextAdded
+from mmserve.pipelines.task_options import TaskOptions
+from mmserve.pipelines.tasks import TASKS, TaskName
+from mmserve.server.state import ServerState
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """What an owner wants done with each document of a request."""
+
+    state: ServerState
+    owner: str
+    task: TaskName
+    options: TaskOptions
+    no_cache: bool = False
+
+    async def result(self, path: Path, name: str, on_event: OnEvent | None = None) -> dict[str, Any]:
+        """The task's result with `cached`. Raises as the task does; cancelling it ends the engine's work on it."""
+        key = await self._key(path)
+        if key is not None and not self.no_cache:
+            known = await self.state.jobs.results.get(self.owner, key, name=name)
+            if known is not None:
+                _tell_text(known, on_event)
+                return {**known, "cached": True}
+        result = await self._made(path, name, on_event)
+        if key is not None:
+            await self.state.jobs.results.put(self.owner, key, result)
+        return {**result, "cached": False}
+
+    async def _made(self, path: Path, name: str, on_event: OnEvent | None) -> dict[str, Any]:
+        async with self.state.document_slots:
+            made = await TASKS[self.task].run(
+                path,
+                name=name,
+                engine=self.state.engine_for(self.owner),
+                prompts=self.state.prompts_for(self.owner),
+                reader=self.state.reader,
+                options=self.options,
+                on_event=on_event,
+            )
+        return made.to_dict()
+
+    async def _key(self, path: Path) -> ResultKey | None:
+        """None for an answer that would be another one each time."""
+        if self.options.temperature > 0 and self.options.seed is None:
+            return None
+        digest = await asyncio.to_thread(file_digest, path)
+        return ResultKey.of(digest, self.task, self.options, self.state.model)
+
+
+def _tell_text(result: dict[str, Any], on_event: OnEvent | None) -> None:
+    """A reader who follows the text gets it, all at once."""
+    text = result.get("text")
+    if on_event is not None and isinstance(text, str):
+        on_event(TextAdded(text))
