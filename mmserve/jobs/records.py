@@ -114,7 +114,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """`number` ascends within a job, from 1. `data` has the file's `index` and `name`; with `done`, the job's status."""
+    """`number` ascends within a job, from 1. `data` has the file's `index` and `name`, or the job's `status`."""
 
     number: int
     event: EventName

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmserve.errors import RequestError
+from mmserve.jobs.outbound import parse_allowed_hosts
 from mmserve.jobs.settings import JobSettings
-from mmserve.server.media_fetch import parse_allowed_hosts
 
 MIB = 1024**2
 DAY = 24 * 3600.0
@@ -53,9 +53,11 @@ class ServerSettings:
         _check(self.max_concurrent_documents > 0, "max-concurrent-documents", "must be positive")
         _check(self.retention_seconds > 0, "retention", "must be positive")
         _check(self.max_queued_jobs > 0, "max-queued-jobs", "must be positive")
-        parse_allowed_hosts(self.webhook_hosts, option="webhook-hosts")
+        _ = self.jobs
 
-    def to_job_settings(self) -> JobSettings:
+    @property
+    def jobs(self) -> JobSettings:
+        """Raises `RequestError` for hosts or a secret that are none."""
         return JobSettings(
             data_dir=self.data_dir,
             database_url=self.database_url,

@@ -13,11 +13,12 @@ import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import EngineError, MMServeError, RequestError
+from mmserve.jobs.outbound import parse_allowed_hosts
 from mmserve.jobs.service import JobService
 from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
-from mmserve.server.media_fetch import MediaFetcher, parse_allowed_hosts
+from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
 from mmserve.server.settings import ServerSettings
 
@@ -67,7 +68,7 @@ class ServerState:
         self.drain = Drain()
         self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
         self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
-        self.jobs = JobService(settings.to_job_settings(), self)
+        self.jobs = JobService(settings.jobs, self)
         self.startup_error: MMServeError | None = None
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
