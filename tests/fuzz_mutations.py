@@ -5,7 +5,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pikepdf
 
@@ -133,7 +133,7 @@ def _set_length(chance: random.Random, data: bytes) -> bytes:
     if reach <= size:
         return data
     start = chance.randrange(reach - size)
-    order = chance.choice(("big", "little"))
+    order: Literal["big", "little"] = "big" if chance.random() < 0.5 else "little"
     value: int = chance.choice(_EDGES) % 256**size
     return data[:start] + value.to_bytes(size, order) + data[start + size :]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, FilePayload, Page, sync_playwright
 from reportlab.lib.pagesizes import A5
 from reportlab.pdfgen.canvas import Canvas
 
@@ -62,7 +62,7 @@ def opened(browser: Browser, url: str, **settings: Any) -> Iterator[Page]:
     assert not [one for one in complaints if "Failed to load resource" not in one]
 
 
-def three_pages(name: str = "invoice.pdf") -> dict[str, Any]:
+def three_pages(name: str = "invoice.pdf") -> FilePayload:
     """A PDF with one of `SENTENCES` on each page, as Playwright takes files."""
     target = io.BytesIO()
     canvas = Canvas(target, pagesize=A5)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from live_server import serving, wait_until
 from page_driver import SENTENCES, chromium, opened, three_pages
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, FilePayload, Page, expect
 from scripted_engine import ScriptedEngine
 
 from mmserve.vision.pages import PageReader
 
 ANSWER = " ".join(SENTENCES)
-DAMAGED = {"name": "broken.pdf", "mimeType": "application/pdf", "buffer": b"%PDF-1.7\n" + b"\0" * 200}
+DAMAGED: FilePayload = {"name": "broken.pdf", "mimeType": "application/pdf", "buffer": b"%PDF-1.7\n" + b"\0" * 200}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
         yield shown
 
 
-def submit(page: Page, *files: dict[str, Any], task: str = "Summarise", **fields: str) -> None:
+def submit(page: Page, *files: FilePayload, task: str = "Summarise", **fields: str) -> None:
     page.get_by_label("Choose documents").set_input_files(list(files))
     page.get_by_role("radio", name=task).check()
     for label, value in fields.items():
