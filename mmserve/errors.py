@@ -72,6 +72,9 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
 class MMServeError(Exception):
     """Base of the tree. `param` names the option or field at fault, where there is one."""
 
+    # seconds after which whoever sent the error wants to be asked again, where it says so
+    retry_after: float | None = None
+
     def __init__(self, code: ErrorCode, message: str, *, param: str | None = None) -> None:
         super().__init__(code, message, param)
         self.code = code

@@ -38,13 +38,14 @@ class Answer:
 
 
 async def answer_text(
-    engine: TextEngine, prompt: Prompt, params: SamplingParams, answer: Answer
+    engine: TextEngine, prompt: Prompt, params: SamplingParams, answer: Answer, *, loops: LoopDetector | None = None
 ) -> AsyncGenerator[str, None]:
     """The answer's text as it comes; `answer` is filled on the way. Closing it aborts the request.
 
-    Raises `EngineError` and `RequestError` as the engine does.
+    `loops` says what counts as a loop, which ends the answer. Raises `EngineError` and `RequestError` as the engine
+    does.
     """
-    loops = LoopDetector()
+    loops = loops or LoopDetector()
     answer.usage.prompt_tokens += len(prompt.token_ids)
     async with aclosing(engine.generate(prompt.token_ids, params, images=prompt.images)) as deltas:
         async for delta in deltas:

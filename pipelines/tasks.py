@@ -14,6 +14,7 @@ from mmserve.pipelines.events import OnEvent, PageReport
 from mmserve.pipelines.extract import ExtractOptions, extract
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.task_options import TaskOptions
+from mmserve.pipelines.transcribe import TranscribeOptions, transcribe
 
 TaskName = Literal["summarize", "ask", "extract", "transcribe"]
 
@@ -72,5 +73,6 @@ TASKS: Mapping[TaskName, Task] = MappingProxyType(
         "summarize": Task(SummarizeOptions, summarize),
         "ask": Task(AskOptions, ask),
         "extract": Task(ExtractOptions, extract),
+        "transcribe": Task(TranscribeOptions, transcribe),
     }
 )

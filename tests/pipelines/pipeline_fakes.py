@@ -17,7 +17,7 @@ from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.summary import Summary
 from mmserve.request import FinishReason, ImageSpan, SamplingParams
 from mmserve.vision.image_source import ImageSource, PixelLimits
-from mmserve.vision.page_types import Document, Page
+from mmserve.vision.page_types import Document, Page, PageForm
 
 
 class WordTokenizer:
@@ -137,7 +137,9 @@ class GivenPages:
     async def open(self, path: Path, *, name: str | None = None) -> Document:
         return Document(path, name or path.name, "application/pdf", "ab" * 32, len(self.given), self.attachments)
 
-    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncIterator[Page]:
+    async def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncIterator[Page]:
         try:
             for number in selection or range(1, len(self.given) + 1):
                 await asyncio.sleep(0)
