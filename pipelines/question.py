@@ -45,7 +45,7 @@ _MONEY = re.compile(
     r"|\d[.,]\d\d\b",
     re.IGNORECASE,
 )
-_ANY_DATE = re.compile(r"\b(?:\d{1,2}[./-]\d{1,2}[./-]\d{2,4}|\d{4}-\d\d-\d\d|(?:19|20)\d\d)\b")
+_ANY_DATE = re.compile(r"\b(?:\d{1,2}[./-]\d{1,2}[./-]\d{2,4}|\d{4}-\d\d-\d\d|(?<![\d-])(?:19|20)\d\d(?![\d-]))\b")
 _MIN_SHARE = 0.75
 _MIN_SAID_BESIDE = 2
 
@@ -94,8 +94,11 @@ class Question:
 
     def without_kinds(self, text: str) -> str:
         """`text` without the question's words for kinds of things: `the total amount is £5` was read as `Total £5`."""
-        given = {term.text.casefold() for term in terms_of(self.text)} & _KINDS
-        return " ".join(word for word in text.split() if word.strip(",;:").casefold() not in given)
+        return " ".join(word for word in text.split() if word.strip(",;:").casefold() not in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> frozenset[str]:
+        return _KINDS.intersection(term.text.casefold() for term in terms_of(self.text))
 
     def score(self, sources: Sources, text: str) -> float:
         """How much of the question `text` has, and whether it has the kind of thing that is asked for; 0 to 2."""
@@ -122,13 +125,18 @@ class Question:
         if not self.keys or is_vague:
             return None
         found = [
-            (self._share(sources, sentence.keys), -len(sentence.text), Extract(page.number, place, sentence.text))
+            (
+                self._share(sources, sentence.keys),
+                len(self._kinds.intersection(sentence.text.casefold().split())),
+                -len(sentence.text),
+                Extract(page.number, place, sentence.text),
+            )
             for page in sources.pages(sources.quotable(within))
             for place, sentence in enumerate(page.sentences)
             if self._is_plain(sentence)
         ]
         best = max((candidate for candidate in found if candidate[0] >= _MIN_SHARE), default=None)
-        return None if best is None else best[2]
+        return None if best is None else best[-1]
 
     def _is_plain(self, sentence: SourceSentence) -> bool:
         anchors = index_keys(term for term in self.terms if term.kind in ("name", "number"))

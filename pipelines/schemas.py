@@ -94,7 +94,10 @@ class Schema:
 
         What stands in lists is whole, or not there.
         """
-        return Schema(self._relaxed(self.root), param=self._param)
+        root = self.root
+        if isinstance(reference := root.get("$ref"), str) and isinstance(target := self._resolved(reference), dict):
+            root = {**target, **{key: value for key, value in root.items() if key != "$ref"}}
+        return Schema(self._relaxed(root), param=self._param)
 
     def _relaxed(self, schema: Mapping[str, Json]) -> dict[str, Json]:
         properties = schema.get("properties")

@@ -125,6 +125,12 @@ def test_a_part_may_leave_everything_open_but_what_stands_in_lists() -> None:
     assert Schema.of(INVOICE).errors(nothing) != []
 
 
+def test_a_part_may_leave_open_what_the_root_refers_to() -> None:
+    schema = Schema.of({"$ref": "#/$defs/invoice", "$defs": {**INVOICE["$defs"], "invoice": INVOICE}})
+    assert schema.errors(dict.fromkeys(INVOICE["properties"])) != []
+    assert schema.for_part().errors(dict.fromkeys(INVOICE["properties"])) == []
+
+
 def test_errors_say_where_and_a_pattern_is_left_to_decoding() -> None:
     schema = Schema.of({"properties": {"a/b": {"type": "object", "properties": {"c": {"pattern": "^(a+)+$"}}}}})
     assert schema.errors({"a/b": {"c": "a" * 40 + "!"}}) == []
