@@ -133,7 +133,7 @@ def _set_length(chance: random.Random, data: bytes) -> bytes:
     if reach <= size:
         return data
     start = chance.randrange(reach - size)
-    order = chance.choice(("big", "little"))
+    order: Any = chance.choice(("big", "little"))
     value: int = chance.choice(_EDGES) % 256**size
     return data[:start] + value.to_bytes(size, order) + data[start + size :]
 
