@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 ErrorCode = Literal[
     "invalid_request",
+    "invalid_schema",
     "context_length_exceeded",
     "model_not_found",
     "body_stalled",
@@ -21,6 +22,7 @@ ErrorCode = Literal[
     "empty_document",
     "page_timeout",
     "password_required",
+    "output_truncated",
     "not_found",
     "method_not_allowed",
     "queue_full",
@@ -37,6 +39,7 @@ ErrorCode = Literal[
 HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
     {
         "invalid_request": 400,
+        "invalid_schema": 400,
         "context_length_exceeded": 400,
         "images_not_supported": 400,
         "url_not_allowed": 400,
@@ -54,6 +57,7 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "empty_document": 422,
         "page_timeout": 422,
         "password_required": 422,
+        "output_truncated": 422,
         "queue_full": 429,
         "internal_error": 500,
         "engine_dead": 503,
@@ -69,6 +73,9 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
 
 class MMServeError(Exception):
     """Base of the tree. `param` names the option or field at fault, where there is one."""
+
+    # seconds after which whoever sent the error wants to be asked again, where it says so
+    retry_after: float | None = None
 
     def __init__(self, code: ErrorCode, message: str, *, param: str | None = None) -> None:
         super().__init__(code, message, param)

@@ -16,7 +16,7 @@ from mmserve.errors import DocumentError, MMServeError
 from mmserve.vision.image import RGB, ImageFile
 from mmserve.vision.ocr import OcrEngine, choose_engine, load_engine
 from mmserve.vision.page_reading import OCR_PIXELS, OcrAccess, OcrNeeded, read_image_page, read_pdf_page
-from mmserve.vision.page_types import Document, Page, PageLimits, PageOptions, RenderSettings
+from mmserve.vision.page_types import Document, Page, PageForm, PageLimits, PageOptions, RenderSettings
 from mmserve.vision.pdf import PdfFile
 from mmserve.vision.poppler import render_with_poppler
 from mmserve.vision.process_memory import give_back_memory, heap_bytes, keep_heap_small
@@ -55,15 +55,16 @@ class PageWorker:
             return Opened(file.num_pages, file.attachments())
         return Opened(file.num_pages, notes=file.notes)
 
-    def read_without_ocr(self, document: Document, numbers: Sequence[int]) -> list[Page | None]:
+    def read_without_ocr(self, document: Document, numbers: Sequence[int], form: PageForm) -> list[Page | None]:
         """Pages that need no OCR, as far as they come within a moment; None for those to be read alone."""
         end = time.monotonic() + _BATCH_SECONDS
         return [
-            self._read(document, number, self._no_engine_yet) if time.monotonic() < end else None for number in numbers
+            self._read(document, number, form, self._no_engine_yet) if time.monotonic() < end else None
+            for number in numbers
         ]
 
-    def read_page(self, document: Document, number: int) -> Page:
-        page = self._read(document, number, self._load_engine)
+    def read_page(self, document: Document, number: int, form: PageForm = "text") -> Page:
+        page = self._read(document, number, form, self._load_engine)
         give_back_memory()
         assert page is not None
         return page
@@ -88,8 +89,9 @@ class PageWorker:
         while self._open_files:
             self._open_files.popitem()[1].close()
 
-    def _read(self, document: Document, number: int, engine: Callable[[], OcrEngine]) -> Page | None:
-        ocr = OcrAccess(engine if self._ocr_name is not None else None)
+    def _read(self, document: Document, number: int, form: PageForm, engine: Callable[[], OcrEngine]) -> Page | None:
+        has_ocr = self._ocr_name is not None and form != "picture"
+        ocr = OcrAccess(engine if has_ocr else None, form)
         try:
             file = self._file(document.path, document.name, document.media_type)
             if isinstance(file, ImageFile):

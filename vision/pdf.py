@@ -27,6 +27,7 @@ _UNICODE_SAMPLES = 100
 _MAX_NAME_CHARACTERS = 255
 # pdfium leaves NUL out of bounded text
 _NUL_IN_RANGE = "\ufffe"
+_BOLD_WEIGHT = 600
 
 
 class PdfFile:
@@ -136,7 +137,8 @@ class PdfPage:
         rect = pdfium.FS_RECTF()
         if character in GENERATED or not pdfium.FPDFText_GetLooseCharBox(textpage, index, rect):
             return PlacedCharacter(character, None)
-        return PlacedCharacter(character, self.view_box(rect.left, rect.bottom, rect.right, rect.top))
+        is_bold = pdfium.FPDFText_GetFontWeight(textpage, index) >= _BOLD_WEIGHT
+        return PlacedCharacter(character, self.view_box(rect.left, rect.bottom, rect.right, rect.top), is_bold)
 
     def _is_inside(self, box: tuple[float, float, float, float]) -> bool:
         x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
