@@ -90,7 +90,10 @@ class ImageFile:
         """Width and height of a page in pixels, upright."""
         self._seek(number)
         width, height = self._image.size
-        return (height, width) if _orientation(self._image) in (5, 6, 7, 8) else (width, height)
+        # What stands behind the pixels of a PNG is found by reading them.
+        with self._decoding("it is not whole"):
+            is_lying = _orientation(self._image) in (5, 6, 7, 8)
+        return (height, width) if is_lying else (width, height)
 
     def fitted_size(self, number: int, max_pixels: int) -> tuple[int, int]:
         """Width and height of what `pixels` gives, as far as the file's headers tell."""

@@ -116,8 +116,7 @@ def _with_letters(found: Page, page: PdfPage, render: Callable[[], RGB], ocr: Oc
     if not page.has_unknown_letters():
         return ocr.laid_out(found, lambda: _layer_lines(page))
     if ocr.engine is None:
-        found = replace(found, notes=(*found.notes, NOTE_UNKNOWN_LETTERS))
-        return ocr.laid_out(found, lambda: _layer_lines(page))
+        return ocr.laid_out(ocr.missed(found, NOTE_UNKNOWN_LETTERS), lambda: _layer_lines(page))
     lines, turns = mended_lines(page, render(), ocr.engine())
     upright = [quarter_turned(line, turns) for line in lines]
     found = replace(found, text=clean_page_text(text_of(upright)), notes=(*found.notes, NOTE_MENDED))

@@ -63,9 +63,8 @@ def _starts_line(current: Sequence[PlacedCharacter], placed: PlacedCharacter, tu
         return False
     a, b = _upright(last, turns), _upright(placed, turns)
     height = max(a.height, b.height, 1e-6)
-    if abs(a.center[1] - b.center[1]) > _LINE_STEP * height:
-        return True
-    if max(b.left - a.right, a.left - b.right) > cell_gap * height:
+    is_apart = max(b.left - a.right, a.left - b.right) > cell_gap * height
+    if is_apart or abs(a.center[1] - b.center[1]) > _LINE_STEP * height:
         return True
     # Among letters that run to the left, a number that runs to the right is left behind in one step.
     runs_right = not any(_runs_to_the_left(one) for one in (*current, placed))

@@ -394,3 +394,17 @@ def test_of_a_cut_off_fax_the_whole_pages_are_read(tmp_path: Path) -> None:
         image.pixels(2, BUDGET)
     assert caught.value.code == "corrupt_document"
     image.close()
+
+
+def test_a_picture_that_takes_too_much_memory_to_measure_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhaust(self: object) -> None:
+        raise MemoryError
+
+    image = ImageFile(save(tmp_path, "a.png", two_colors()), "a.png", "image/png", PageLimits())
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load_end", exhaust)
+    with pytest.raises(DocumentError) as caught:
+        image.size(1)
+    assert caught.value.code == "page_too_large"
+    image.close()
