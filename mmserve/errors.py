@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 ErrorCode = Literal[
     "invalid_request",
+    "unauthorized",
+    "forbidden",
     "invalid_schema",
     "context_length_exceeded",
     "model_not_found",
@@ -23,7 +25,9 @@ ErrorCode = Literal[
     "password_required",
     "not_found",
     "method_not_allowed",
+    "idempotency_conflict",
     "queue_full",
+    "rate_limited",
     "internal_error",
     "engine_dead",
     "engine_not_ready",
@@ -32,6 +36,8 @@ ErrorCode = Literal[
     "model_unavailable",
     "insufficient_memory",
     "timeout",
+    "storage_unavailable",
+    "storage_full",
 ]
 
 HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
@@ -42,10 +48,13 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "images_not_supported": 400,
         "url_not_allowed": 400,
         "url_unreachable": 400,
+        "unauthorized": 401,
+        "forbidden": 403,
         "model_not_found": 404,
         "not_found": 404,
         "method_not_allowed": 405,
         "body_stalled": 408,
+        "idempotency_conflict": 409,
         "body_too_large": 413,
         "page_too_large": 413,
         "too_many_pages": 413,
@@ -55,6 +64,7 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "empty_document": 422,
         "password_required": 422,
         "queue_full": 429,
+        "rate_limited": 429,
         "internal_error": 500,
         "engine_dead": 503,
         "engine_not_ready": 503,
@@ -62,13 +72,18 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "missing_dependency": 503,
         "model_unavailable": 503,
         "insufficient_memory": 503,
+        "storage_unavailable": 503,
         "timeout": 504,
+        "storage_full": 507,
     }
 )
 
 
 class MMServeError(Exception):
     """Base of the tree. `param` names the option or field at fault, where there is one."""
+
+    # seconds after which whoever sent the error wants to be asked again, where it says so
+    retry_after: float | None = None
 
     def __init__(self, code: ErrorCode, message: str, *, param: str | None = None) -> None:
         super().__init__(code, message, param)
@@ -86,6 +101,16 @@ class MMServeError(Exception):
     def http_status(self) -> int:
         return HTTP_STATUS[self.code]
 
+    def to_dict(self) -> dict[str, str | None]:
+        """The error object that clients of OpenAI's interface understand."""
+        return {"message": self.message, "type": self._type, "param": self.param, "code": self.code}
+
+    @property
+    def _type(self) -> str:
+        if self.http_status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.http_status < 500 else "server_error"
+
     def about(self, what: str) -> Self:
         """The same error, in a sentence that says of what."""
         message = self.message if what in self.message else f"{what}: {self.message}"
@@ -102,6 +127,10 @@ class DocumentError(RequestError):
 
 class EngineError(MMServeError):
     """The engine cannot answer now: dead, starting, draining, overloaded, or too slow."""
+
+
+class StorageError(MMServeError):
+    """Files or results cannot be kept or read now: the disk is full, the database locked, a folder read-only."""
 
 
 class SetupError(MMServeError):

@@ -218,8 +218,9 @@ class Sequence:
     """One request's tokens and progress.
 
     `num_computed_tokens` of them have their K and V in `block_ids`, or will have before any step launched from now on.
-    `num_pending_tokens` more were sampled by steps whose results are still to come. `matcher` has seen all output
-    tokens; where the answer has a form, it comes when that is compiled.
+    `num_pending_tokens` more were sampled by steps whose results are still to come. Blocks are shared only with
+    sequences of the same `cache_salt`. `matcher` has seen all output tokens; where the answer has a form, it comes when
+    that is compiled.
     """
 
     request_id: str
@@ -228,6 +229,7 @@ class Sequence:
     seed: int = 0
     images: tuple[ImageSpan, ...] = ()
     arrival_time: float = 0.0
+    cache_salt: bytes = b""
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """One page -> its text, from the text layer where that can be trusted, else by OCR. Decided page by page."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +9,8 @@ import numpy as np
 from mmserve.vision import ink
 from mmserve.vision.image import RGB, ImageFile
 from mmserve.vision.ocr import OcrEngine, OcrText
-from mmserve.vision.page_types import Page, PageLimits
+from mmserve.vision.page_markdown import markdown_of
+from mmserve.vision.page_types import Page, PageForm, PageLimits
 from mmserve.vision.pdf import PdfPage
 from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share
 from mmserve.vision.pdf_lines import lines_of
@@ -30,6 +31,7 @@ _LITTLE_TEXT = 25
 _BARE_IMAGE_SHARE = 0.12
 _NEARLY_BLANK = 0.002
 _RUN_MARGIN = 3.0
+_CELL_GAP = 0.75
 _MIN_AGREEMENT = 0.5
 _NUM_SAMPLES = 4
 # an embedded picture may have more pixels than a page is rendered with: large-format scans in black and white do
@@ -54,6 +56,15 @@ class OcrAccess:
     """`engine` gives the loaded engine, raises `OcrNeeded` to have the page come back later, or is None for no OCR."""
 
     engine: Callable[[], OcrEngine] | None
+    form: PageForm = "text"
+
+    def laid_out(self, page: Page, lines: Callable[[], Sequence[Line]]) -> Page:
+        """The page, with its Markdown where that is wanted."""
+        return replace(page, markdown=markdown_of(lines())) if self.form == "markdown" else page
+
+    def missed(self, page: Page, note: str) -> Page:
+        """The page, with a note on what took OCR where it was wanted."""
+        return page if self.form == "picture" else replace(page, notes=(*page.notes, note))
 
 
 def read_image_page(image: ImageFile, number: int, ocr: OcrAccess) -> Page:
@@ -80,7 +91,7 @@ def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callabl
         return _read_garbled(found, render, ocr)
     if hidden.scan_layer and not _layer_agrees(page, hidden, render, ocr):
         return _read_picture(replace(found, notes=(*found.notes, NOTE_LAYER_CONTRADICTS)), render(), ocr)
-    found = replace(found, text=text, source="text_layer")
+    found = ocr.laid_out(replace(found, text=text, source="text_layer"), lambda: _layer_lines(page))
     if hidden.scan_layer:
         return found
     return _add_pictures(page, content, found, render, ocr)
@@ -96,19 +107,25 @@ def _layer_text(page: PdfPage) -> str:
     return clean_page_text(text_of([quarter_turned(line, turns) for line in lines]))
 
 
+def _layer_lines(page: PdfPage) -> list[Line]:
+    """Lines of the text layer, upright; cells of a table are lines of their own."""
+    lines, turns = lines_of(page.characters(), cell_gap=_CELL_GAP)
+    return [quarter_turned(replace(line, text=clean_page_text(line.text)), turns) for line in lines]
+
+
 def _read_textless(page: PdfPage, found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
     preview = page.render(page.scale_for(_BLANK_DPI, OCR_PIXELS))
     if ink.ink_share(preview) == 0.0:
         return replace(found, is_blank=True)
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+        return ocr.missed(found, NOTE_NO_OCR)
     ocr.engine()
     return _read_picture(found, render(), ocr)
 
 
 def _read_garbled(found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}, and OCR is off or not installed."))
+        return ocr.missed(found, f"{NOTE_UNREADABLE_LAYER}, and OCR is off or not installed.")
     ocr.engine()
     found = replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}; the page was read by OCR."))
     return _read_picture(found, render(), ocr)
@@ -119,13 +136,14 @@ def _read_picture(found: Page, pixels: RGB, ocr: OcrAccess) -> Page:
     if share == 0.0:
         return replace(found, is_blank=True)
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+        return ocr.missed(found, NOTE_NO_OCR)
     result = ocr.engine().read(pixels)
     text = clean_page_text(text_of(result.lines))
     if not text.strip():
         is_blank = share < _NEARLY_BLANK
         return replace(found, is_blank=is_blank, notes=found.notes if is_blank else (*found.notes, NOTE_NOTHING_READ))
-    return replace(found, text=text, source="ocr", notes=(*found.notes, *_ocr_notes(result)))
+    found = replace(found, text=text, source="ocr", notes=(*found.notes, *_ocr_notes(result)))
+    return ocr.laid_out(found, lambda: result.lines)
 
 
 def _ocr_notes(result: OcrText) -> tuple[str, ...]:
@@ -175,7 +193,8 @@ def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Call
     text = clean_page_text(text_of([*own, *extra]))
     num_extra = sum(len(line.text) for line in extra)
     source = found.source if num_extra < len(found.text) else "ocr"
-    return replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+    found = replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+    return ocr.laid_out(found, lambda: [*_layer_lines(page), *extra])
 
 
 def _may_have_more(page: PdfPage, content: PageContent, found: Page) -> bool:

@@ -24,6 +24,7 @@ _MAX_ANNOTATIONS = 2000
 # pdfium maps to whole device pixels: a hundred to the point, measured over 100 points
 _UNITS, _SPAN = 100, 100.0
 _UNICODE_SAMPLES = 100
+_BOLD_WEIGHT = 600
 
 
 class PdfFile:
@@ -124,7 +125,8 @@ class PdfPage:
         rect = pdfium.FS_RECTF()
         if character in GENERATED or not pdfium.FPDFText_GetLooseCharBox(textpage, index, rect):
             return PlacedCharacter(character, None)
-        return PlacedCharacter(character, self.view_box(rect.left, rect.bottom, rect.right, rect.top))
+        is_bold = pdfium.FPDFText_GetFontWeight(textpage, index) >= _BOLD_WEIGHT
+        return PlacedCharacter(character, self.view_box(rect.left, rect.bottom, rect.right, rect.top), is_bold)
 
     def _is_inside(self, box: tuple[float, float, float, float]) -> bool:
         x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2

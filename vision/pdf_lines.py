@@ -1,6 +1,7 @@
 """Characters of a PDF page -> lines, whichever way the text runs. pdfium's own lines fail on pages that are turned."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +19,20 @@ class PlacedCharacter:
 
     character: str
     box: tuple[float, float, float, float] | None
+    is_bold: bool = False
 
 
-def lines_of(characters: Sequence[PlacedCharacter]) -> tuple[list[Line], int]:
+def lines_of(characters: Sequence[PlacedCharacter], *, cell_gap: float = math.inf) -> tuple[list[Line], int]:
     """Lines in the view, in the order of `characters`; and by how many quarter turns they must be turned to run right.
 
-    Quarter turns are counter-clockwise.
+    Quarter turns are counter-clockwise. A line ends where white wider than `cell_gap` times its height follows, so that
+    the cells of a table are lines of their own.
     """
     turns = _quarter_turns_to_upright(characters)
     lines: list[Line] = []
     current: list[PlacedCharacter] = []
     for placed in characters:
-        if current and _starts_line(current, placed, turns):
+        if current and _starts_line(current, placed, turns, cell_gap):
             lines += _line(current, turns)
             current = []
         current.append(placed)
@@ -49,7 +52,7 @@ def _quarter_turns_to_upright(characters: Sequence[PlacedCharacter]) -> int:
     return votes.index(max(votes))
 
 
-def _starts_line(current: Sequence[PlacedCharacter], placed: PlacedCharacter, turns: int) -> bool:
+def _starts_line(current: Sequence[PlacedCharacter], placed: PlacedCharacter, turns: int, cell_gap: float) -> bool:
     if current[-1].character in ("\n", "\x02"):
         return True
     last = next((one for one in reversed(current) if one.box is not None), None)
@@ -57,7 +60,8 @@ def _starts_line(current: Sequence[PlacedCharacter], placed: PlacedCharacter, tu
         return False
     a, b = _upright(last, turns), _upright(placed, turns)
     height = max(a.height, b.height, 1e-6)
-    return abs(a.center[1] - b.center[1]) > _LINE_STEP * height or b.right < a.left - 2 * height
+    is_apart = max(b.left - a.right, a.left - b.right) > cell_gap * height
+    return is_apart or abs(a.center[1] - b.center[1]) > _LINE_STEP * height or b.right < a.left - 2 * height
 
 
 def _line(characters: Sequence[PlacedCharacter], turns: int) -> list[Line]:
@@ -66,7 +70,8 @@ def _line(characters: Sequence[PlacedCharacter], turns: int) -> list[Line]:
     if not boxes or not text:
         return []
     left, top, right, bottom = zip(*boxes, strict=True)
-    return [Line(text, min(left), min(top), max(right), max(bottom))]
+    is_bold = all(one.is_bold for one in characters if one.box is not None and not one.character.isspace())
+    return [Line(text, min(left), min(top), max(right), max(bottom), is_bold)]
 
 
 def _with_gaps(characters: Sequence[PlacedCharacter], turns: int) -> str:

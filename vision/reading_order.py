@@ -19,6 +19,7 @@ class Line:
     top: float
     right: float
     bottom: float
+    is_bold: bool = False
 
     @property
     def width(self) -> float:
@@ -43,7 +44,7 @@ def quarter_turned(line: Line, turns: int) -> Line:
     left, top, right, bottom = line.left, line.top, line.right, line.bottom
     for _ in range(turns % 4):
         left, top, right, bottom = top, -right, bottom, -left
-    return Line(line.text, left, top, right, bottom)
+    return Line(line.text, left, top, right, bottom, line.is_bold)
 
 
 def rows_in_order(lines: Sequence[Line]) -> list[list[Line]]:
@@ -54,7 +55,7 @@ def rows_in_order(lines: Sequence[Line]) -> list[list[Line]]:
         return rows_in_order(split[0]) + rows_in_order(split[1])
     bands = _bands(lines)
     if len(bands) == 1:
-        return _rows(lines)
+        return rows_of(lines)
     return [row for band in bands for row in rows_in_order(band)]
 
 
@@ -105,7 +106,8 @@ def _is_column(lines: Sequence[Line], total_width: float) -> bool:
     return is_long_enough and statistics.median(line.width for line in lines) >= _MIN_COLUMN_SHARE * total_width
 
 
-def _rows(lines: Sequence[Line]) -> list[list[Line]]:
+def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
+    """What stands side by side, from the left; from the top."""
     rows: list[list[Line]] = []
     for line in sorted(lines, key=lambda line: line.center[1]):
         last = rows[-1][-1] if rows else None

@@ -70,6 +70,9 @@ class BatchCommandOptions:
     ] = None
     jobs: Annotated[int, _option(_RUN, "--jobs", "-j", min=1, help="Documents worked on at once.")] = 4
     timeout: Annotated[float | None, _option(_RUN, metavar="SECONDS", help="Time that a document may take.")] = None
+    retries: Annotated[
+        int, _option(_RUN, min=0, help="Try a document again where that may help: an overload, a time limit.")
+    ] = BatchOptions.retries
     fail_fast: Annotated[bool, _option(_RUN, "--fail-fast", help="Stop at the first document that fails.")] = False
     dry_run: Annotated[bool, _option(_RUN, "--dry-run", help="Say what would be done, and do nothing.")] = False
     quiet: Annotated[
@@ -151,6 +154,8 @@ def _output_folder(task: Task, files: BatchCommandOptions, options: TaskOptions)
     folder = OutputFolder(files.output_dir, files.format, options=identity)
     if files.resume:
         folder.load_journal()
+    if not files.dry_run:
+        folder.remove_leftovers()
     return folder
 
 
@@ -190,12 +195,13 @@ def _print_plan(finder: DocumentFinder, folder: OutputFolder | None) -> None:
             typer.echo(f"{source.label} -> {folder.path(source)}")
 
 
-def _is_done(folder: OutputFolder, source: Source) -> bool:
+def _is_done(folder: OutputFolder, source: Source, *, takes_over: bool = False) -> bool:
     if source.problem is not None:
         # It may be a pipe, which would be waited for.
         return False
     with contextlib.suppress(OSError):
-        return folder.is_done(source, file_digest(source.path))
+        digest = file_digest(source.path)
+        return folder.is_done(source, digest) or (takes_over and folder.take_over(source, digest))
     return False
 
 
@@ -209,7 +215,9 @@ class _Run:
         self._files = files
         self._finder = finder
         self._folder = folder
-        self._batch_options = BatchOptions(jobs=files.jobs, timeout=files.timeout, fail_fast=files.fail_fast)
+        self._batch_options = BatchOptions(
+            jobs=files.jobs, timeout=files.timeout, fail_fast=files.fail_fast, retries=files.retries
+        )
         self._totals = BatchTotals()
         self._display = Display(quiet=files.quiet)
 
@@ -238,7 +246,7 @@ class _Run:
         """The sources from the first that an earlier run has not done: often there is none, and no model is needed."""
         remaining = iter(sources)
         for source in remaining:
-            if self._folder is None or not _is_done(self._folder, source):
+            if self._folder is None or not _is_done(self._folder, source, takes_over=True):
                 return itertools.chain([source], remaining)
             self._totals.num_skipped += 1
             self._display.advance()

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -39,14 +39,17 @@ class ReadingOptions:
     ] = "auto"
 
 
-def options_for(name: "TaskName", given: ReadingOptions, max_pages: int) -> "TaskOptions":
-    """Raises `RequestError` for what is wrong whatever the document: better before the model is loaded."""
+def options_for(name: "TaskName", given: ReadingOptions, max_pages: int, **more: Any) -> "TaskOptions":
+    """`more` are the task's options that are given in another way than the command's.
+
+    Raises `RequestError` for what is wrong whatever the document: better before the model is loaded.
+    """
     from mmserve.pipelines.tasks import TASKS
     from mmserve.vision.pages import parse_page_selection
 
     if given.pages is not None:
         parse_page_selection(given.pages, max_pages)
-    return TASKS[name].options(dataclasses.asdict(given))
+    return TASKS[name].options({**dataclasses.asdict(given), **more})
 
 
 def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:

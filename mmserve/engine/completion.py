@@ -64,7 +64,7 @@ class AnswerBuilder:
     def push(self, output: TokenOutput) -> CompletionDelta:
         """The delta of one output. Raises what the engine says against the request."""
         if output.failure is not None:
-            raise as_exception(output.failure)
+            raise _as_request_exception(output.failure)
         if output.token_ids:
             self._queue_seconds, self._num_cached_tokens = output.queue_seconds, output.num_cached_tokens
             self._token_times += [time.monotonic()] * len(output.token_ids)
@@ -131,6 +131,12 @@ def merge_deltas(deltas: Sequence[CompletionDelta]) -> Completion:
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
     )
+
+
+def _as_request_exception(failure: RequestFailure) -> MMServeError:
+    """What one request lacked may be there for the next one: no reason to call the machine unfit."""
+    error = as_exception(failure)
+    return EngineError(error.code, error.message, param=error.param) if isinstance(error, SetupError) else error
 
 
 def as_exception(failure: RequestFailure) -> MMServeError:

@@ -11,7 +11,7 @@ from mmserve.engine.model_runner import ModelRunner, PendingStep, choose_device
 from mmserve.engine.sampler import check_token_ids
 from mmserve.engine.scheduler import ScheduledBatch, Scheduler
 from mmserve.engine.structured import GrammarCompiler, Matcher
-from mmserve.errors import MMServeError, RequestError
+from mmserve.errors import EngineError, MMServeError, RequestError
 from mmserve.request import Sequence
 from mmserve.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -80,12 +80,17 @@ class Engine:
     def step(self) -> StepOutput:
         """Launch a batch, and take the results of the oldest in flight; on a GPU that is the one before.
 
-        There is nothing of both where all that may run sent itself back for want of blocks: the next step goes on.
+        There is nothing of both where all that may run sent itself back for want of blocks: the next step goes on. A
+        batch that the runner refuses ends with an error for its own requests.
         """
         outputs = self._take_compiled()
         batch = self.scheduler.schedule()
         if batch.sequences:
-            self._in_flight.append((batch, self._runner.run(batch)))
+            try:
+                self._in_flight.append((batch, self._runner.run(batch)))
+            except EngineError as error:
+                outputs += self._give_up(batch, error)
+                batch = ScheduledBatch()
         if len(self._in_flight) > (self._runner.num_steps_ahead if batch.sequences else 0):
             finished, step = self._in_flight.popleft()
             outputs += self.scheduler.update(finished, step.take())
@@ -108,6 +113,12 @@ class Engine:
                 else:
                     refused.append(scheduler.refuse(sequence, _compile_failure(error)))
         return refused
+
+    def _give_up(self, batch: ScheduledBatch, error: EngineError) -> list[TokenOutput]:
+        request_ids = self.scheduler.give_up(batch)
+        logger.error("%d requests failed: %s", len(request_ids), error)
+        failure = RequestFailure(error.code, error.message)
+        return [TokenOutput(request_id, finish_reason="error", failure=failure) for request_id in request_ids]
 
     def _check(self, request: EngineRequest) -> None:
         if not request.prompt_token_ids:
@@ -139,4 +150,5 @@ def _sequence(request: EngineRequest) -> Sequence:
         seed=request.seed,
         images=request.images,
         arrival_time=request.arrival_time,
+        cache_salt=request.cache_salt,
     )

@@ -10,7 +10,10 @@ from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogpro
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One sequence to generate (`params.n` was already fanned out by the client)."""
+    """One sequence to generate (`params.n` was already fanned out by the client).
+
+    Only requests of the same `cache_salt` share blocks of the prefix cache.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -18,6 +21,7 @@ class EngineRequest:
     seed: int = 0
     images: tuple[ImageSpan, ...] = ()
     arrival_time: float = 0.0
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mmserve.engine.sampler import PendingTokens, Sampler
 from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.engine.step_inputs import InputBuilder, StepInputs
 from mmserve.engine.warm_up import warm_up_batches
-from mmserve.errors import SetupError
+from mmserve.errors import EngineError, SetupError
 from mmserve.kernels.transfer import to_device
 from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
@@ -25,7 +25,7 @@ from mmserve.models.registry import model_class
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.vision.pixel_loader import PixelLoader
 from mmserve.vision.preprocess import load_processor
-from mmserve.vision.process_memory import keep_freed_memory
+from mmserve.vision.process_memory import is_out_of_memory, keep_freed_memory
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
@@ -89,9 +89,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> PendingStep:
-        """One step: write K and V of every scheduled token, and sample where a sequence's last token was reached."""
+        """One step: write K and V of every scheduled token, and sample where a sequence's last token was reached.
+
+        Raises `EngineError` for what costs this batch alone: `insufficient_memory`, or pixels that are gone.
+        """
         if not batch.sequences:
             return PendingStep([], None)
+        try:
+            return self._launch(batch)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(batch) from error
+        except FileNotFoundError as error:
+            message = "a picture's pixels are gone from shared memory: does another program clear /dev/shm?"
+            raise EngineError("internal_error", message) from error
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
         self.encoder.encode(batch.images)
         inputs = self._inputs.build(batch.sequences, self._sampled_rows)
         sampling = inputs.sampling
@@ -109,6 +123,17 @@ class ModelRunner:
         tokens = self._sampler.sample(logits, sequences, counts, best)
         self._keep(sequences, tokens)
         return PendingStep([sequence.request_id for sequence in sequences], tokens)
+
+    def _out_of_memory(self, batch: ScheduledBatch) -> EngineError:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        pictures = f" and {len(batch.images)} pictures" if batch.images else ""
+        return EngineError(
+            "insufficient_memory",
+            f"a step of {batch.num_tokens} tokens{pictures} ran out of memory, and its requests with it: lower"
+            " --max-num-batched-tokens, --max-encoder-tokens, --kv-cache-memory-bytes or --gpu-memory-utilization, or"
+            " close other programs",
+        )
 
     def warm_up(self) -> None:
         """Run what is lazy or has to be compiled, and capture the graphs, so that no request pays for it."""

@@ -116,6 +116,13 @@ class Scheduler:
         self._finish(sequence)
         return True
 
+    def give_up(self, batch: ScheduledBatch) -> list[str]:
+        """Forget the sequences of the newest batch, which did not run; their ids."""
+        lost = [scheduled.sequence for scheduled in batch.sequences]
+        for sequence in lost:
+            self._finish(sequence)
+        return [sequence.request_id for sequence in lost]
+
     def schedule(self) -> ScheduledBatch:
         """The next batch: running sequences first, then waiting ones while budget, seats and blocks last."""
         scheduled: list[ScheduledSequence] = []
@@ -298,7 +305,7 @@ class Scheduler:
         start = i_block * self.block_size
         token_ids = sequence.tokens(start, start + self.block_size)
         hashes = sequence.block_hashes
-        parent_hash = hashes[i_block - 1] if i_block else b""
+        parent_hash = hashes[i_block - 1] if i_block else sequence.cache_salt
         if i_block == len(hashes):
             hashes.append(block_hash(parent_hash, token_ids, start, sequence.images))
         return hashes[i_block], parent_hash, token_ids

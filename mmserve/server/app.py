@@ -4,20 +4,31 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Security
+from fastapi.security import APIKeyHeader, HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
 
 import mmserve
 from mmserve.engine.prompt_builder import PromptBuilder
+from mmserve.pipelines.tasks import TASKS
+from mmserve.server.access import RequireKey
+from mmserve.server.browsers import BrowserGuard, SecurityHeaders
+from mmserve.server.docs_page import DOCS_PATHS
+from mmserve.server.docs_page import router as docs_router
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
-from mmserve.server.routers import chat, completions, health, models, summarize
-from mmserve.server.settings import ServerSettings
+from mmserve.server.openapi import install_openapi
+from mmserve.server.rate_limit import RateLimit
+from mmserve.server.request_id import RequestIds
+from mmserve.server.routers import chat, completions, files, health, jobs, models, tasks
+from mmserve.server.schemas.common import ACCESS_RESPONSES
+from mmserve.server.settings import AccessSettings, ServerSettings
 from mmserve.server.state import ServedEngine, ServerState
 
 if TYPE_CHECKING:
     from mmserve.vision.pages import PageReader
 
-UPLOAD_PATHS = ("/v1/summarize",)
+UPLOAD_PATHS = (*(f"/v1/{task}" for task in TASKS), "/v1/files", "/v1/jobs")
 
 
 def create_app(
@@ -25,7 +36,8 @@ def create_app(
 ) -> FastAPI:
     """An app that serves `client`, which may still be starting. Who made its arguments closes them, not the app.
 
-    Without `prompts` the app takes no pictures.
+    Without `prompts` the app takes no pictures. Who serves the app enters the `jobs` of its state before, and leaves
+    them after: `DrainingServer` does.
     """
     state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings)
     app = FastAPI(
@@ -33,17 +45,54 @@ def create_app(
         version=mmserve.__version__,
         description="Documents in, answers with page citations out; chat and completions as OpenAI's.",
         lifespan=_lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ACCESS_RESPONSES,
+        # These say to the schema how a key is sent; `RequireKey` looks at it.
+        dependencies=[
+            Security(HTTPBearer(auto_error=False)),
+            Security(APIKeyHeader(name="X-Api-Key", auto_error=False)),
+        ],
     )
     app.state.server = state
-    for router in (summarize.router, chat.router, completions.router, models.router, health.router):
-        app.include_router(router)
+    for routes in (tasks, files, jobs, chat, completions, models, health):
+        app.include_router(routes.router)
+    app.include_router(docs_router)
+    _add_middleware(app, settings)
+    install_openapi(app)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
+    """From the innermost outwards: who may ask how often, how much, and what all answers carry."""
+    access = settings.access
+    if access.rate_limit is not None:
+        app.add_middleware(RateLimit, rate=access.rate_limit)
+    app.add_middleware(RequireKey, keys=access.keys, open_paths=_open_paths(access))
+    if access.keys is None:
+        app.add_middleware(BrowserGuard, hosts=access.allowed_hosts, origins=access.cors_origins)
     app.add_middleware(
         BodyLimit,
         default=settings.max_json_bytes,
         limits=dict.fromkeys(UPLOAD_PATHS, settings.max_upload_bytes),
+        timeout=settings.upload_timeout,
     )
     install_error_handlers(app)
-    return app
+    if access.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Idempotency-Key", "Last-Event-ID", "X-Api-Key", "X-Request-Id"],
+            expose_headers=["Retry-After", "RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset", "X-Request-Id"],
+        )
+    app.add_middleware(SecurityHeaders)
+    app.add_middleware(RequestIds)
+
+
+def _open_paths(access: AccessSettings) -> tuple[str, ...]:
+    metrics = ("/metrics",) if access.open_metrics else ()
+    return metrics + (DOCS_PATHS if access.open_docs else ())
 
 
 @asynccontextmanager

@@ -25,7 +25,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 class EngineCollector(Collector):
     """Reads the latest statistics of engine and preprocessing at every scrape: no second bookkeeping here."""
 
-    def __init__(self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        preprocessing: Callable[[], PreprocessStats | None],
+        num_restarts: Callable[[], int],
+    ) -> None:
+        self._num_restarts = num_restarts
         self._stats = stats
         self._preprocessing = preprocessing
 
@@ -41,6 +47,7 @@ class EngineCollector(Collector):
         yield _counter("encoder_cache_hits", "Images found in the encoder cache.", stats.encoder_cache_hits)
         yield _counter("encoder_tokens", "Tokens that the vision encoder computed.", stats.num_encoder_tokens)
         yield _summary("encoder_seconds", "Runs of the encoder.", stats.num_encoder_runs, stats.encoder_seconds)
+        yield _counter("engine_restarts", "Times that the engine was started again.", self._num_restarts())
         work = self._preprocessing() or PreprocessStats()
         yield _summary("preprocess_seconds", "Preprocessing of a picture.", work.num_images, work.seconds)
 
@@ -48,9 +55,14 @@ class EngineCollector(Collector):
 class ServerMetrics:
     """Histograms and counters over finished sequences; `observe` may be called from any thread."""
 
-    def __init__(self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        preprocessing: Callable[[], PreprocessStats | None],
+        num_restarts: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, preprocessing))
+        self.registry.register(EngineCollector(stats, preprocessing, num_restarts))
         self._prompt_tokens = self._new_counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generation_tokens = self._new_counter("generation_tokens", "Generated tokens of finished requests.")
         self._finished = Counter(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import time
@@ -28,7 +29,10 @@ POLL_SECONDS = 0.05
 
 
 class DrainingServer(uvicorn.Server):
-    """Runs `app` until a signal or `should_exit`. `received_signal` says which signal ended it, if one did."""
+    """Runs `app` until a signal or `should_exit`. `received_signal` says which signal ended it, if one did.
+
+    Jobs are worked on meanwhile. Those that run at the end are left for the next start.
+    """
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         config = uvicorn.Config(
@@ -38,9 +42,15 @@ class DrainingServer(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.access").addFilter(without_query)
         self._state: ServerState = app.state.server
         self._grace_seconds = settings.shutdown_timeout
         self.received_signal: int | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises `StorageError` or `SetupError` where files and jobs cannot be kept."""
+        async with self._state.jobs:
+            await super().serve(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,6 +77,14 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def without_query(record: logging.LogRecord) -> bool:
+    """Takes the query out of a line of the access log: what stands there may be a secret, sent by mistake."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, version, status = record.args
+        record.args = (client, method, str(path).partition("?")[0], version, status)
+    return True
+
+
 def run_server(
     engine: "EngineClient",
     reader: "PageReader",
@@ -78,7 +96,8 @@ def run_server(
 ) -> int | None:
     """Serves until a signal, and returns it; main thread only. `say` gets a sentence for whoever started the server.
 
-    Raises what the engine could not start for. The reader is closed at the end, the rest is the caller's.
+    Raises what the engine or the database of jobs could not start for. The reader is closed at the end, the rest is the
+    caller's.
     """
     server = DrainingServer(create_app(engine, reader, settings, prompts), settings)
     with server.signals_stop():

@@ -1,6 +1,5 @@
 """What all routes of one app share, and the checks that come before a route's own work."""
 
-import asyncio
 import hashlib
 import json
 import time
@@ -13,11 +12,14 @@ import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import EngineError, RequestError
+from mmserve.jobs.outbound import parse_allowed_hosts
+from mmserve.jobs.service import JobService
 from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
-from mmserve.server.media_fetch import MediaFetcher, parse_allowed_hosts
+from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
+from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
 from mmserve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
     from mmserve.weights.tokenizer import Tokenizer
 
 
-LOCAL_OWNER = "local"
-
-
 class ServedEngine(Protocol):
     """What the server needs of an `EngineClient`; a scripted engine in tests has the same."""
 
@@ -37,6 +36,7 @@ class ServedEngine(Protocol):
     tokenizer: "Tokenizer"
     max_model_len: int
     stats: EngineStats
+    num_restarts: int
     observers: "list[Callable[[RequestTimings], None]]"
 
     @property
@@ -49,6 +49,7 @@ class ServedEngine(Protocol):
         *,
         request_id: str | None = None,
         images: Sequence[ImageSpan] = (),
+        cache_salt: bytes = b"",
     ) -> "AsyncGenerator[CompletionDelta, None]": ...
 
 
@@ -64,22 +65,43 @@ class ServerState:
         self.settings = settings
         self.fetcher = MediaFetcher(parse_allowed_hosts(settings.allowed_media_hosts), settings.max_media_bytes)
         self.drain = Drain()
-        self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
-        self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
+        self.metrics = ServerMetrics(
+            lambda: engine.stats,
+            lambda: None if prompts.pool is None else prompts.pool.stats,
+            num_restarts=lambda: engine.num_restarts,
+        )
+        self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
+        self.jobs = JobService(settings.jobs, self)
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
             max_in_flight=scheduler.max_num_seqs + scheduler.max_num_waiting,
             max_waiting=scheduler.max_num_waiting,
             num_waiting=lambda: engine.stats.num_requests_waiting,
+            has_owners=settings.access.keys is not None,
         )
+        # As many again as run, so that the engine always finds the next ones.
+        num_places = 2 * scheduler.max_num_seqs
+        self._engine_places = None if settings.access.keys is None else FairSlots(num_places)
 
-    def engine_for(self, owner: str) -> ServedEngine:  # noqa: ARG002
-        """The engine as this owner's requests go to it."""
-        return self.engine
+    def engine_for(self, owner: str, cache_salt: str | None = None) -> OwnerEngine:
+        """The engine as this owner's requests go to it; `cache_salt` keeps some of them apart from the others."""
+        salt = self._salt(owner, cache_salt)
+        return OwnerEngine(self.engine, owner, cache_salt=salt, places=self._engine_places)
 
-    def prompts_for(self, owner: str) -> "PromptBuilder":  # noqa: ARG002
-        return self.prompts
+    def prompts_for(self, owner: str, cache_salt: str | None = None) -> "PromptBuilder":
+        """What builds prompts for `engine_for` of the same arguments."""
+        salt = self._salt(owner, cache_salt)
+        return self.prompts.salted(salt) if salt else self.prompts
+
+    def _salt(self, owner: str, cache_salt: str | None) -> bytes:
+        return cache_salt_of(owner, cache_salt, is_shared=self.settings.access.share_caches)
+
+    @property
+    def model(self) -> str:
+        """All that may change an answer besides the document and the options of its task."""
+        reading = (self.reader.options, self.reader.limits, self.prompts.limits)
+        return f"{self.system_fingerprint}|{reading!r}"
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -101,13 +123,24 @@ class ServerState:
             )
         return asked or self.model_names[0]
 
-    def require_ready(self) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Whether work can be begun: the model is loaded, and the server stays."""
+        return self.engine.state == "ready" and not self.drain.has_begun
+
+    def require_running(self) -> None:
         if self.drain.has_begun:
             raise EngineError("shutting_down", "The server is shutting down and takes no new requests.")
+
+    def require_ready(self) -> None:
+        self.require_running()
         if self.engine.state == "dead":
             raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
         if self.engine.state == "starting":
-            raise EngineError("engine_not_ready", "The model is still being loaded. Try again in a few seconds.")
+            what = (
+                "The engine ended, and is being started again" if self.engine.num_restarts else "The model is loading"
+            )
+            raise EngineError("engine_not_ready", f"{what}. Try again in a few seconds.")
 
 
 async def get_state(request: Request) -> ServerState:
@@ -129,6 +162,11 @@ Owner = Annotated[str, Depends(get_owner)]
 
 async def require_ready(state: State) -> None:
     state.require_ready()
+
+
+async def require_running(state: State) -> None:
+    """For what needs no model."""
+    state.require_running()
 
 
 async def require_json(request: Request) -> None:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
-from mmserve.server.schemas.common import FinishedReason, SamplingFields, Usage, refuse_unsupported
+from mmserve.server.schemas.common import USAGE_EXAMPLE, FinishedReason, SamplingFields, Usage, refuse_unsupported
 from mmserve.server.schemas.content import ContentPart, MediaPart, Part
 from mmserve.server.schemas.structured import StructuredFields
 
@@ -63,6 +63,12 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(StructuredFields, SamplingFields):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"messages": [{"role": "user", "content": "What is a purchase order?"}], "max_tokens": 64}
+        }
+    )
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="As max_tokens, which it overrides.")
     logprobs: bool | None = False
@@ -143,6 +149,28 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": "chatcmpl-1f7d52c6a810",
+                "object": "chat.completion",
+                "created": 1767225600,
+                "model": "smollm2-135m",
+                "system_fingerprint": "fp_0123456789",
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "A buyer's order.", "refusal": None},
+                        "logprobs": None,
+                        "finish_reason": "stop",
+                        "stop_reason": None,
+                    }
+                ],
+                "usage": USAGE_EXAMPLE,
+            }
+        }
+    )
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
