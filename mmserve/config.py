@@ -11,6 +11,7 @@ from mmserve.errors import RequestError, SetupError
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 VisionAttentionName = Literal["auto", "torch", "triton", "xformers"]
+LogFormat = Literal["text", "json"]
 PixelsOnName = Literal["auto", "worker", "device"]
 GIB = 1024**3
 

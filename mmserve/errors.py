@@ -1,6 +1,7 @@
 """Every error that a user can meet: a stable code, the HTTP status it maps to, and a sentence that says what to do."""
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, Self
 
@@ -22,7 +23,9 @@ ErrorCode = Literal[
     "unsupported_type",
     "corrupt_document",
     "empty_document",
+    "page_timeout",
     "password_required",
+    "output_truncated",
     "not_found",
     "method_not_allowed",
     "idempotency_conflict",
@@ -62,7 +65,9 @@ HTTP_STATUS: Mapping[ErrorCode, int] = MappingProxyType(
         "unsupported_type": 415,
         "corrupt_document": 422,
         "empty_document": 422,
+        "page_timeout": 422,
         "password_required": 422,
+        "output_truncated": 422,
         "queue_full": 429,
         "rate_limited": 429,
         "internal_error": 500,
@@ -135,6 +140,24 @@ class StorageError(MMServeError):
 
 class SetupError(MMServeError):
     """A model, a dependency or memory is missing on this machine; the command line exits with 3."""
+
+
+def frames_of(error: BaseException) -> str:
+    """A traceback that names its exceptions without their words, which may quote a document or a key."""
+    return "\nIt came from:\n".join(
+        "".join([*traceback.format_tb(each.__traceback__), _named(each)]) for each in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _named(error: BaseException) -> str:
+    reason = error.code if isinstance(error, MMServeError) else getattr(error, "strerror", None)
+    return type(error).__name__ + (f": {reason}" if reason else "")
 
 
 def _rebuild(kind: type[MMServeError], code: ErrorCode, message: str, param: str | None) -> MMServeError:

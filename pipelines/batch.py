@@ -29,6 +29,7 @@ _HEALING_ERRNOS = frozenset(
     | {errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH}
 )
 _LONGEST_DELAY = 30.0
+_sleep = asyncio.sleep
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,14 @@ class _Batch(Generic[R]):
                 await self._do(source)
                 return None
             except Exception as error:
-                if _concerns_all(error):
+                is_last = attempt == self._options.retries or not may_heal(error)
+                if is_last and _concerns_all(error):
                     raise
                 _log.debug("%s failed.", source.label, exc_info=True)
-                if attempt == self._options.retries or not may_heal(error):
+                if is_last:
                     return _failure(source, error)
                 delay = max(self._delay(attempt), _asked_delay(error))
-            await asyncio.sleep(delay)
+            await _sleep(delay)
         raise AssertionError("unreachable")
 
     def _delay(self, attempt: int) -> float:
@@ -267,7 +269,7 @@ def may_heal(error: Exception) -> bool:
     """Whether the same document may be done a moment later."""
     if isinstance(error, MMServeError):
         is_own_limit = isinstance(error, RequestError) and not isinstance(error, DocumentError)
-        return error.code in _HEALING_CODES and not is_own_limit
+        return (error.code in _HEALING_CODES or error.retry_after is not None) and not is_own_limit
     return isinstance(error, OSError) and (error.errno in _HEALING_ERRNOS or isinstance(error, TimeoutError))
 
 

@@ -24,8 +24,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 
 # From so many rows on, one sequence keeps a GPU busy alone.
 _LONG = 2048
-# Longer sequences than a window of a tower.
-_MAX_WINDOW = 512
+# Up to here our kernel is the fastest: 4 x 1,024 patches, 16 heads of 72, on an H200 0.129 ms against 0.161; with 4,096
+# patches 1.24 against 0.94.
+_MAX_TRITON_LENGTH = 1024
 # cuDNN is the fastest for long sequences (11,088 patches, 16 heads of 80: 1.60 ms, flash 2.42, on an H200), but has to
 # plan for each length first, which only pays where a length comes again.
 _CALLS_BEFORE_A_PLAN = 16
@@ -75,14 +76,14 @@ class Remembered:
 
 
 class AutoAttention:
-    """Windows by a kernel that takes any number of them at once, whole images by what PyTorch has for long ones."""
+    """Windows and small images by a kernel that takes any number of them at once, long ones by PyTorch's."""
 
     def __init__(self, windows: VisionAttention, images: VisionAttention) -> None:
         self._windows = windows
         self._images = images
 
     def over(self, lengths: Sequence[int]) -> Attend:
-        return (self._windows if max(lengths) <= _MAX_WINDOW else self._images).over(lengths)
+        return (self._windows if max(lengths) <= _MAX_TRITON_LENGTH else self._images).over(lengths)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class PageReader:
         """What the file is, and how many pages it has.
 
         Raises `DocumentError`: `unsupported_type`, `empty_document`, `corrupt_document`, `password_required`,
-        `body_too_large`, `too_many_pages`, `page_too_large`, `timeout`.
+        `body_too_large`, `too_many_pages`, `page_too_large`, `page_timeout`.
         """
         name = name or path.name
         document = await asyncio.to_thread(self._identify, path, name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
-from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError
+from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError, frames_of
 from mmserve.vision.page_types import PageLimits, PageOptions
 
 _MAX_OCR_THREADS = 4
@@ -36,6 +36,15 @@ class WorkerEntry:
 
     start: Callable[..., Worker]
     arguments: tuple[Any, ...]
+
+
+class WorkerFault(Exception):
+    """What a worker did not foresee: `kind` of exception, and where. Its words stay there: they may quote the page."""
+
+    def __init__(self, kind: str, frames: str) -> None:
+        super().__init__(kind, frames)
+        self.kind = kind
+        self.frames = frames
 
 
 class WorkerPool:
@@ -60,31 +69,34 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     async def call(self, method: str, *args: object, timeout: float, attempts: int = 2) -> Any:
-        """One call of a worker's method; tried again where the worker dies or exceeds `timeout` seconds.
+        """One call of a worker's method; tried again where the worker dies, but not where it exceeds `timeout` seconds.
 
-        Raises `DocumentError`: `timeout`, or `corrupt_document` for a task that kills its worker each time. Raises
+        Raises `DocumentError`: `page_timeout`, or `corrupt_document` for a task that kills its worker each time. Raises
         `SetupError` where no worker can be started.
         """
         from pebble.common import ProcessExpired
 
-        failure = DocumentError("corrupt_document", _CRASH)
         for _ in range(attempts):
             try:
                 return await self._run(method, args, timeout)
             except TimeoutError:
-                failure = DocumentError("timeout", f"reading it took more than {timeout:g} seconds")
+                logger.warning("a page worker was ended: %s took more than %g seconds", method, timeout)
+                raise DocumentError("page_timeout", f"reading it took more than {timeout:g} seconds") from None
             except ProcessExpired:
-                failure = DocumentError("corrupt_document", _CRASH)
+                logger.warning("a page worker died in %s", method)
             except MMServeError:
                 raise
             except asyncio.CancelledError:
                 raise self._cancellation() from None
+            except WorkerFault as fault:
+                logger.error("a page worker failed in %s: %s\n%s", method, fault.kind, fault.frames)
+                raise DocumentError("corrupt_document", f"the reader failed on it ({fault.kind})") from None
             except Exception as error:
                 if self._is_closed:
                     raise reader_closed() from None
-                logger.exception("a page worker failed in %s", method)
+                logger.error("a page worker failed in %s: %s", method, frames_of(error))
                 raise DocumentError("corrupt_document", f"the reader failed on it ({type(error).__name__})") from None
-        raise failure
+        raise DocumentError("corrupt_document", _CRASH)
 
     async def _run(self, method: str, args: tuple[object, ...], timeout: float) -> Any:
         """One attempt, in as many pools as it takes until one holds."""
@@ -165,7 +177,12 @@ def _start_worker(start: Callable[..., Worker], arguments: tuple[Any, ...]) -> N
 
 def _call_worker(method: str, *args: object) -> Any:
     """One call of a method of this process' worker."""
-    return getattr(_worker, method)(*args)
+    try:
+        return getattr(_worker, method)(*args)
+    except MMServeError:
+        raise
+    except Exception as error:
+        raise WorkerFault(type(error).__name__, frames_of(error)) from None
 
 
 def reader_closed() -> EngineError:

@@ -66,6 +66,7 @@ class OutputFolder:
         self._journal = root / JOURNAL_NAME
         self._done: dict[str, str] = {}
         self._made: dict[str, tuple[str, str]] = {}
+        self._problems: dict[str, list[dict[str, Any]]] = {}
         self._ends_torn = False
 
     def path(self, source: Source) -> Path:
@@ -78,11 +79,12 @@ class OutputFolder:
                 self._ends_torn = not line.endswith("\n")
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     entry = json.loads(line)
-                    self._remember(entry["output"], entry["made_from"], entry.get("name", ""))
+                    self._remember(entry)
 
-    def _remember(self, output: str, made_from: str, name: str) -> None:
-        self._done[output] = made_from
-        self._made[made_from] = output, name
+    def _remember(self, entry: dict[str, Any]) -> None:
+        self._done[entry["output"]] = entry["made_from"]
+        self._made[entry["made_from"]] = entry["output"], entry.get("name", "")
+        self._problems[entry["made_from"]] = entry.get("problems", [])
 
     def remove_leftovers(self) -> None:
         """Take away what a process that was killed had begun to write."""
@@ -104,17 +106,26 @@ class OutputFolder:
             return False
         if text is None:
             return False
-        self.write(source, digest, text)
+        self.write(source, digest, text, self.problems(digest))
         return True
 
-    def write(self, source: Source, digest: str, text: str) -> None:
+    def problems(self, digest: str) -> Sequence[dict[str, Any]]:
+        """Pages of a document that was done before which could not be read: number, code and message."""
+        return self._problems.get(self._made_from(digest), [])
+
+    def write(self, source: Source, digest: str, text: str, problems: Sequence[dict[str, Any]] = ()) -> None:
         path = self.path(source)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-        entry = {"output": self._entry_name(path), "made_from": self._made_from(digest), "name": source.title}
+        entry: dict[str, Any] = {
+            "output": self._entry_name(path),
+            "made_from": self._made_from(digest),
+            "name": source.title,
+        }
+        entry |= {"problems": list(problems)} if problems else {}
         self._add_line(json.dumps(entry))
         if self._done:
-            self._remember(entry["output"], entry["made_from"], entry["name"])
+            self._remember(entry)
 
     def _add_line(self, line: str) -> None:
         begin = "\n" if self._ends_torn else ""
@@ -227,20 +238,26 @@ class DocumentSink:
 
     def is_done(self, source: Source, digest: str) -> bool:
         folder = self._folder
-        is_done = folder is not None and (folder.is_done(source, digest) or folder.take_over(source, digest))
-        if is_done:
-            self._display.advance()
-        return is_done
+        if folder is None or not (folder.is_done(source, digest) or folder.take_over(source, digest)):
+            return False
+        for problem in folder.problems(digest):
+            self._report(Failure(source.label, **problem))
+        self._display.advance()
+        return True
 
     def write(self, source: Source, digest: str, result: Result) -> None:
         named = dataclasses.replace(result, name=source.title)
         text = render(named, self._printer.output_format)
+        problems: list[dict[str, Any]] = [
+            {"page": page.number, "code": page.problem.code, "message": page.problem.message}
+            for page in result.pages
+            if page.problem is not None
+        ]
         if self._folder is not None:
-            self._folder.write(source, digest, text)
+            self._folder.write(source, digest, text, problems)
         self._printer.print(text)
-        for page in result.pages:
-            if page.problem is not None:
-                self._tell(Failure(source.label, page.problem.code, page.problem.message, page.number))
+        for problem in problems:
+            self._tell(Failure(source.label, **problem))
         self._display.advance()
 
     def fail(self, failure: Failure) -> None:

@@ -1,6 +1,5 @@
 """`mmserve serve`: the engine and the document pipelines over HTTP."""
 
-import logging
 import signal
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -12,8 +11,7 @@ import typer
 from mmserve.commands.access import AccessOptions
 from mmserve.commands.documents import EXIT_INTERRUPTED, started_engine
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
-from mmserve.commands.progress import show_log
-from mmserve.config import parse_bytes, parse_duration
+from mmserve.config import LogFormat, parse_bytes, parse_duration
 from mmserve.weights import hub
 
 SERVE_ENGINE = EngineOptions(engine_process=True)
@@ -67,6 +65,17 @@ class ServerOptions:
             show_default="none",
         ),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option(
+            metavar="URL",
+            help="Send traces there, by OTLP over HTTP (http://host:4318/v1/traces); needs mmserve[otel].",
+            show_default="as OTEL_... say",
+        ),
+    ] = None
+    log_format: Annotated[
+        LogFormat, _option(help="Log lines on standard error: text, or an object of JSON each, with one a request.")
+    ] = "text"
     data_dir: Annotated[
         Path | None,
         _option(help="Folder for stored files, jobs and results.", show_default="~/.local/state/mmserve"),
@@ -122,11 +131,11 @@ def serve(
       mmserve serve --host 0.0.0.0 --api-keys-file keys.txt
       curl -F file=@report.pdf http://127.0.0.1:8000/v1/summarize
     """
-    show_log(verbose=server.verbose)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO if server.verbose else logging.WARNING)
+    from mmserve.server.logs import configure_logs
     from mmserve.server.runner import bind, run_server
     from mmserve.server.settings import ServerSettings, default_data_dir
 
+    configure_logs(server.log_format, verbose=server.verbose)
     settings = ServerSettings(
         request_timeout=server.request_timeout,
         queue_timeout=server.queue_timeout,
@@ -141,6 +150,7 @@ def serve(
         max_json_bytes=parse_bytes(server.max_media_size) * 3 // 2,
         max_media_bytes=parse_bytes(server.max_media_size),
         allowed_media_hosts=tuple(server.allowed_media_hosts or ()),
+        otlp_traces_endpoint=server.otlp_traces_endpoint,
         data_dir=server.data_dir or default_data_dir(),
         database_url=server.database_url,
         retention_seconds=parse_duration(server.retention),

@@ -31,6 +31,7 @@ from mmserve.engine.messages import (
     EngineRequest,
     EngineStats,
     FromEngine,
+    LogLine,
     Ping,
     Pong,
     RequestFailure,
@@ -246,7 +247,9 @@ class EngineClient:
         """Runs in the transport's thread; `life` says which engine speaks: the first, or that after a restart."""
         if life != self.num_restarts:
             return
-        if isinstance(message, StepOutput):
+        if isinstance(message, LogLine):
+            logging.getLogger(message.logger).log(message.level, message.message)
+        elif isinstance(message, StepOutput):
             self.stats = message.stats
             self._deliver(message.outputs)
         elif isinstance(message, EngineReady):

@@ -93,8 +93,14 @@ class Engine:
                 batch = ScheduledBatch()
         if len(self._in_flight) > (self._runner.num_steps_ahead if batch.sequences else 0):
             finished, step = self._in_flight.popleft()
-            outputs += self.scheduler.update(finished, step.take())
+            outputs += self.scheduler.update(finished, step.take(), step.encoder_seconds)
         return StepOutput(tuple(outputs), self.scheduler.stats())
+
+    def _give_up(self, batch: ScheduledBatch, error: EngineError) -> list[TokenOutput]:
+        request_ids = self.scheduler.give_up(batch)
+        logger.error("%d requests failed: %s", len(request_ids), error)
+        failure = as_failure(error)
+        return [TokenOutput(request_id, finish_reason="error", failure=failure) for request_id in request_ids]
 
     def _take_compiled(self) -> list[TokenOutput]:
         """Let sequences run whose grammar is compiled; what is said to those whose grammar cannot be."""
@@ -113,12 +119,6 @@ class Engine:
                 else:
                     refused.append(scheduler.refuse(sequence, _compile_failure(error)))
         return refused
-
-    def _give_up(self, batch: ScheduledBatch, error: EngineError) -> list[TokenOutput]:
-        request_ids = self.scheduler.give_up(batch)
-        logger.error("%d requests failed: %s", len(request_ids), error)
-        failure = RequestFailure(error.code, error.message)
-        return [TokenOutput(request_id, finish_reason="error", failure=failure) for request_id in request_ids]
 
     def _check(self, request: EngineRequest) -> None:
         if not request.prompt_token_ids:

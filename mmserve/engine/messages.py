@@ -69,6 +69,7 @@ class TokenOutput(NamedTuple):
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
     failure: RequestFailure | None = None
+    encoder_seconds: float = 0.0
 
 
 class EngineStats(NamedTuple):
@@ -124,4 +125,13 @@ class Pong:
     number: int
 
 
-FromEngine = StepOutput | EngineReady | EngineFailed | Pong
+@dataclass(frozen=True)
+class LogLine:
+    """What the engine's process has to say in the log, for the front end to write: `level` is a number of logging."""
+
+    level: int
+    logger: str
+    message: str
+
+
+FromEngine = StepOutput | EngineReady | EngineFailed | Pong | LogLine

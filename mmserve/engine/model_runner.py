@@ -11,7 +11,7 @@ from mmserve.attention.torch_backend import TorchAttention
 from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import DTypeName, EngineConfig, ModelConfig
-from mmserve.engine.encoder_runner import EncoderRunner
+from mmserve.engine.encoder_runner import EncoderRunner, Seconds, no_time
 from mmserve.engine.memory import cache_bytes, fit_context, wanted_context
 from mmserve.engine.sampler import PendingTokens, Sampler
 from mmserve.engine.scheduler import ScheduledBatch, advance
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 
 class PendingStep:
-    """A step that was launched; `take` waits for its tokens."""
+    """A step that was launched; `take` waits for its tokens. `encoder_seconds` are known when it was computed."""
 
-    def __init__(self, request_ids: list[str], tokens: PendingTokens | None) -> None:
+    def __init__(self, request_ids: list[str], tokens: PendingTokens | None, encoding: Seconds = no_time) -> None:
         self._request_ids = request_ids
         self._tokens = tokens
+        self.encoder_seconds = encoding
 
     def take(self) -> Mapping[str, SampledToken]:
         """By request, for those whose last token was reached."""
@@ -106,7 +107,7 @@ class ModelRunner:
             raise EngineError("internal_error", message) from error
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
-        self.encoder.encode(batch.images)
+        encoder_seconds = self.encoder.encode(batch.images)
         inputs = self._inputs.build(batch.sequences, self._sampled_rows)
         sampling = inputs.sampling
         best: torch.Tensor | None
@@ -115,14 +116,14 @@ class ModelRunner:
         else:
             hidden = self._forward(inputs)
             if not sampling:
-                return PendingStep([], None)
+                return PendingStep([], None, encoder_seconds)
             logits = self._model.logits(hidden.index_select(0, to_device(inputs.last_tokens, self.device)))
             best = self._best(logits)
         sequences = [scheduled.sequence for scheduled in sampling]
         counts = [scheduled.num_output_tokens for scheduled in sampling]
         tokens = self._sampler.sample(logits, sequences, counts, best)
         self._keep(sequences, tokens)
-        return PendingStep([sequence.request_id for sequence in sequences], tokens)
+        return PendingStep([sequence.request_id for sequence in sequences], tokens, encoder_seconds)
 
     def _out_of_memory(self, batch: ScheduledBatch) -> EngineError:
         if self.device.type == "cuda":

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import queue
@@ -14,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from mmserve.config import EngineConfig
-from mmserve.engine.messages import EngineFailed, FromEngine, Shutdown, ToEngine
+from mmserve.engine.messages import EngineFailed, FromEngine, LogLine, Shutdown, ToEngine
 
 _JOIN_SECONDS = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -104,7 +105,8 @@ class ProcessTransport:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         pipe, child_end = context.Pipe()
-        process = context.Process(target=_child_main, args=(self._config, child_end), name="engine", daemon=True)
+        arguments = (self._config, child_end, logging.getLogger("mmserve").getEffectiveLevel())
+        process = context.Process(target=_child_main, args=arguments, name="engine", daemon=True)
         with _signals_blocked():
             process.start()
         # The child ignores SIGTERM, which is how multiprocessing ends a child that was left running.
@@ -170,7 +172,19 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _child_main(config: EngineConfig, pipe: Connection) -> None:
+class _LogToFrontEnd(logging.Handler):
+    """Lines go where all lines go, in their form. Its lock keeps them from running into one another."""
+
+    def __init__(self, send: OnMessage) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self._send(LogLine(record.levelno, record.name, record.getMessage()))
+
+
+def _child_main(config: EngineConfig, pipe: Connection, log_level: int) -> None:
     # The front end decides when to stop: a signal to the whole group must not cut the requests that it is draining.
     for kind in _STOP_SIGNALS:
         signal.signal(kind, signal.SIG_IGN)
@@ -179,7 +193,17 @@ def _child_main(config: EngineConfig, pipe: Connection) -> None:
 
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     threading.Thread(target=_fill_inbox, args=(pipe, inbox), daemon=True).start()
-    run_engine(config, inbox, pipe.send)
+    sending = threading.Lock()
+
+    def send(message: FromEngine) -> None:
+        with sending:
+            pipe.send(message)
+
+    log = logging.getLogger("mmserve")
+    log.setLevel(log_level)
+    log.propagate = False
+    log.addHandler(_LogToFrontEnd(send))
+    run_engine(config, inbox, send)
 
 
 def _fill_inbox(pipe: Connection, inbox: queue.SimpleQueue[ToEngine]) -> None:

@@ -19,7 +19,7 @@ from mmserve.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from mmserve.errors import SetupError
+from mmserve.errors import SetupError, frames_of
 from mmserve.vision.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
         if is_out_of_memory(error):
             send(EngineFailed("insufficient_memory", f"the engine ran out of memory: {_first_line(error)}"))
             return
-        logger.exception("the engine died")
+        logger.error("the engine died\n%s", frames_of(error))
         send(EngineFailed("engine_dead", "the engine died of an internal error; its log says which"))
     finally:
         gc.unfreeze()

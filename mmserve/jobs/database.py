@@ -99,7 +99,8 @@ def _make_engine(given: str) -> Engine:
             options = {"connect_args": {} if "timeout" in url.query else {"timeout": _BUSY_SECONDS}}
         elif url.drivername != "postgresql+psycopg":
             raise ArgumentError
-        engine = create_engine(url, pool_size=_NUM_THREADS, max_overflow=0, **options)
+        # Parameters are what documents say: they do not belong into an error's text.
+        engine = create_engine(url, pool_size=_NUM_THREADS, max_overflow=0, hide_parameters=True, **options)
     except (ArgumentError, NoSuchModuleError):
         raise RequestError(
             "invalid_request",
@@ -127,7 +128,7 @@ def _follow_sqlite(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")

@@ -58,9 +58,10 @@ class FileStore:
             "expires_at": now + self._retention_seconds,
         }
         try:
-            await self._database.write(lambda connection: connection.execute(insert(files), row))
-        except BaseException:
-            await asyncio.shield(asyncio.to_thread(_remove, folder))
+            # Who is cancelled here leaves a file that nobody knows of, but never a row without its bytes.
+            await asyncio.shield(self._database.write(lambda connection: connection.execute(insert(files), row)))
+        except Exception:
+            await asyncio.to_thread(_remove, folder)
             raise
         return StoredFile(**row, folder=folder)
 

@@ -5,6 +5,7 @@ Several servers may share one database. A claim that is not renewed in time, bec
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, select, update
@@ -54,9 +55,12 @@ class JobQueue:
         self._lease_seconds = lease_seconds
         self._retention_seconds = retention_seconds
 
-    async def claim(self) -> Job | None:
-        """The next job that nobody works on, now this server's: the oldest of the owner with the fewest running."""
-        return await self._database.write(self._claim)
+    async def claim(self, held: Collection[str] = ()) -> Job | None:
+        """The next job that nobody works on, now this server's: the oldest of the owner with the fewest running.
+
+        None of those that it holds already, even if it was too slow to renew the claim.
+        """
+        return await self._database.write(partial(self._claim, held=list(held)))
 
     async def renew(self, job_ids: Collection[str]) -> set[str]:
         """Those of the jobs that are still this server's, for another while."""
@@ -100,8 +104,8 @@ class JobQueue:
 
         await self._database.write(write)
 
-    async def finish_file(self, job: Job, index: int, key: ResultKey, result: dict[str, Any]) -> None:
-        """The result is cached for the next who asks, unless its file is gone by now."""
+    async def finish_file(self, job: Job, index: int, key: ResultKey | None, result: dict[str, Any]) -> None:
+        """With a key the result is cached for the next who asks, unless its file is gone by now."""
         num_pages = len(result.get("pages", ()))
 
         def write(connection: Connection) -> None:
@@ -110,7 +114,7 @@ class JobQueue:
                 connection, job.id, index, status="done", result=result, num_pages=num_pages, num_pages_read=num_pages
             )
             append_events(connection, job.id, [("result", {"index": index, "name": job.files[index].filename})])
-            if not result["cached"] and is_kept(connection, job.owner, key.sha256):
+            if key is not None and not result["cached"] and is_kept(connection, job.owner, key.sha256):
                 self._results.put_within(connection, job.owner, key, result)
 
         await self._database.write(write)
@@ -145,9 +149,10 @@ class JobQueue:
         connection.execute(update(job_files).where(unfinished).values(status="cancelled"))
         self._end(connection, job_id, "cancelled", None)
 
-    def _claim(self, connection: Connection) -> Job | None:
+    def _claim(self, connection: Connection, held: list[str]) -> Job | None:
         now = self._database.now()
-        while (row := connection.execute(_next_free(now)).one_or_none()) is not None:
+        next_free = _next_free(now).where(jobs.c.id.not_in(held))
+        while (row := connection.execute(next_free).one_or_none()) is not None:
             if row.num_starts >= _MAX_STARTS:
                 self._give_up(connection, row.id)
                 continue

@@ -52,7 +52,7 @@ class JobRunner:
             self._bell.clear()
             try:
                 while self._bench.workplace.is_ready and len(self._running) < self._bench.max_concurrent_documents:
-                    job = await self._bench.queue.claim()
+                    job = await self._bench.queue.claim(self._running.keys())
                     if job is None:
                         break
                     self._start(job)

@@ -72,6 +72,11 @@ class FileTeller:
         """The file is done once more from its beginning."""
         self._num_repeated = 0
 
+    def finish(self) -> None:
+        """The text is whole: if less of it came than was told, it is told anew."""
+        if self._num_repeated < len(self._told_text):
+            self._begin_anew(self._told_text[: self._num_repeated])
+
     def __call__(self, event: Event) -> None:
         if isinstance(event, TextAdded):
             self._add_text(event.text)
@@ -92,15 +97,18 @@ class FileTeller:
     def _add_text(self, text: str) -> None:
         place = self._num_repeated
         repeated = self._told_text[place : place + len(text)]
-        if text.startswith(repeated):
-            new = text[len(repeated) :]
-            self._told_text += new
-        else:
-            self._teller.add(self._index, {"event": RESTARTED})
-            new = self._told_text = self._told_text[:place] + text
         self._num_repeated = place + len(text)
-        if new:
+        if not text.startswith(repeated):
+            self._begin_anew(self._told_text[:place] + text)
+        elif new := text[len(repeated) :]:
+            self._told_text += new
             self._teller.add_text(self._index, new)
+
+    def _begin_anew(self, text: str) -> None:
+        self._told_text = text
+        self._teller.add(self._index, {"event": RESTARTED})
+        if text:
+            self._teller.add_text(self._index, text)
 
 
 def _progress_key(data: Mapping[str, Any]) -> str:

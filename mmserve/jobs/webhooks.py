@@ -139,10 +139,9 @@ class WebhookOutbox:
     async def _attempt(self, row: Row[Any]) -> None:
         outcome = await self._send(row)
         num_attempts = row.num_attempts + 1
-        is_over = outcome is None or num_attempts > len(RETRY_SECONDS)
         if outcome is not None:
             _log.warning("webhook %s, attempt %d: %s", row.id, num_attempts, outcome)
-        if is_over or outcome == _status(_GONE):
+        if outcome in (None, _status(_GONE)) or num_attempts > len(RETRY_SECONDS):
             await self._database.write(lambda connection: connection.execute(_is(delete(deliveries), row)))
             return
         again_at = self._database.now() + RETRY_SECONDS[num_attempts - 1]

@@ -1,9 +1,12 @@
 """What it takes to do documents; the server has it."""
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from mmserve.jobs.page_memory import PageSource
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
+from mmserve.pipelines.events import OnEvent
+from mmserve.pipelines.tasks import TaskName
 
 
 class Workplace(Protocol):
@@ -24,3 +27,6 @@ class Workplace(Protocol):
     def engine_for(self, owner: str) -> TextEngine: ...
 
     def prompts_for(self, owner: str) -> Prompts: ...
+
+    def watched(self, task: TaskName, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        """To be entered around a task, which tells what it gets: whoever measures hears of it on the way."""

@@ -1,5 +1,6 @@
 """The application: routes, limits, error handling and metrics around one engine and one page reader."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from mmserve.server.docs_page import DOCS_PATHS
 from mmserve.server.docs_page import router as docs_router
 from mmserve.server.errors import install_error_handlers
 from mmserve.server.limits import BodyLimit
+from mmserve.server.observation import Observation
 from mmserve.server.openapi import install_openapi
 from mmserve.server.rate_limit import RateLimit
 from mmserve.server.request_id import RequestIds
@@ -24,6 +26,7 @@ from mmserve.server.routers import chat, completions, files, health, jobs, model
 from mmserve.server.schemas.common import ACCESS_RESPONSES
 from mmserve.server.settings import AccessSettings, ServerSettings
 from mmserve.server.state import ServedEngine, ServerState
+from mmserve.server.tracing import NoTracing, open_tracing
 
 if TYPE_CHECKING:
     from mmserve.vision.pages import PageReader
@@ -32,14 +35,19 @@ UPLOAD_PATHS = (*(f"/v1/{task}" for task in TASKS), "/v1/files", "/v1/jobs")
 
 
 def create_app(
-    client: ServedEngine, reader: "PageReader", settings: ServerSettings, prompts: PromptBuilder | None = None
+    client: ServedEngine,
+    reader: "PageReader",
+    settings: ServerSettings,
+    prompts: PromptBuilder | None = None,
+    tracing: NoTracing | None = None,
 ) -> FastAPI:
     """An app that serves `client`, which may still be starting. Who made its arguments closes them, not the app.
 
     Without `prompts` the app takes no pictures. Who serves the app enters the `jobs` of its state before, and leaves
-    them after: `DrainingServer` does.
+    them after: `DrainingServer` does. Traces go where `settings` say, or to `tracing`; they end with the app.
     """
-    state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings)
+    tracing = tracing or open_tracing(settings.otlp_traces_endpoint)
+    state = ServerState(client, reader, prompts or PromptBuilder(client.tokenizer), settings, tracing)
     app = FastAPI(
         title="mmserve",
         version=mmserve.__version__,
@@ -58,13 +66,14 @@ def create_app(
     for routes in (tasks, files, jobs, chat, completions, models, health):
         app.include_router(routes.router)
     app.include_router(docs_router)
-    _add_middleware(app, settings)
+    _add_middleware(app, state)
     install_openapi(app)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
-    """From the innermost outwards: who may ask how often, how much, and what all answers carry."""
+def _add_middleware(app: FastAPI, state: ServerState) -> None:
+    """From the innermost outwards: who may ask how often, how much, what all answers carry, what is kept of it."""
+    settings = state.settings
     access = settings.access
     if access.rate_limit is not None:
         app.add_middleware(RateLimit, rate=access.rate_limit)
@@ -87,6 +96,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
             expose_headers=["Retry-After", "RateLimit-Limit", "RateLimit-Remaining", "RateLimit-Reset", "X-Request-Id"],
         )
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(Observation, metrics=state.metrics, tracing=state.tracing)
     app.add_middleware(RequestIds)
 
 
@@ -98,8 +108,11 @@ def _open_paths(access: AccessSettings) -> tuple[str, ...]:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state: ServerState = app.state.server
-    state.engine.observers.append(state.metrics.observe)
+    observers = (state.metrics.observe, state.tracing.observe)
+    state.engine.observers.extend(observers)
     try:
         yield
     finally:
-        state.engine.observers.remove(state.metrics.observe)
+        for observer in observers:
+            state.engine.observers.remove(observer)
+        await asyncio.to_thread(state.tracing.close)

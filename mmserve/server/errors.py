@@ -112,7 +112,7 @@ class UnexpectedErrors:
         except Exception:
             if has_started:
                 raise
-            logger.exception("unexpected error in %s %s", scope["method"], scope["path"])
+            logger.exception("unexpected error in %s %r", scope["method"], scope["path"])
             await error_response(INTERNAL_ERROR)(scope, receive, send)
 
 
@@ -124,7 +124,7 @@ async def _handle(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _handle_client_gone(request: Request, _error: Exception) -> Response:
-    logger.info("client left during %s", request.url.path)
+    logger.info("client left during %r", request.url.path)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

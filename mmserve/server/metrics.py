@@ -9,6 +9,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from mmserve.engine.messages import EngineStats
+from mmserve.server.task_metrics import TaskMetrics
 from mmserve.vision.preprocess_pool import PreprocessStats
 
 if TYPE_CHECKING:
@@ -63,6 +64,18 @@ class ServerMetrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, preprocessing, num_restarts))
+        self.tasks = TaskMetrics(self.registry)
+        labels = ["method", "route", "status"]
+        self._http_requests = Counter(
+            "mmserve_http_requests", "HTTP requests by route and status.", labels, registry=self.registry
+        )
+        self._http_seconds = Histogram(
+            "mmserve_http_request_seconds",
+            "From an HTTP request to the end of its answer.",
+            ["route"],
+            buckets=REQUEST_BUCKETS,
+            registry=self.registry,
+        )
         self._prompt_tokens = self._new_counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generation_tokens = self._new_counter("generation_tokens", "Generated tokens of finished requests.")
         self._finished = Counter(
@@ -91,6 +104,10 @@ class ServerMetrics:
             self._first_token.observe(timings.time_to_first_token)
         for seconds in timings.inter_token_latencies:
             self._inter_token.observe(seconds)
+
+    def observe_http(self, method: str, route: str, status: int, seconds: float) -> None:
+        self._http_requests.labels(method, route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The scrape's body, and its media type as the `Accept` header wants it."""

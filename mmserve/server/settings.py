@@ -63,6 +63,7 @@ class ServerSettings:
     max_images_per_request: int = 64
     max_media_bytes: int = 32 * MIB
     allowed_media_hosts: tuple[str, ...] = ()
+    otlp_traces_endpoint: str | None = None
     data_dir: Path = field(default_factory=default_data_dir)
     database_url: str | None = None
     retention_seconds: float = 7 * DAY

@@ -99,7 +99,7 @@ class EventStream(Response):
                 self._send_frames(send), receive=receive, drain=self._drain, timeout=self._timeout
             )
         except ClientGone:
-            logger.info("client left during %s", scope["path"])
+            logger.info("client left during %r", scope["path"])
         except Exception as error:
             await self._send_error(as_mmserve_error(error), scope, receive, send)
         finally:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from fastapi import Depends, Request
@@ -21,10 +22,14 @@ from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
 from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
 from mmserve.server.settings import ServerSettings
+from mmserve.server.task_metrics import JobCollector, TaskObserver
+from mmserve.server.tracing import NoTracing
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta, RequestTimings
     from mmserve.engine.prompt_builder import PromptBuilder
+    from mmserve.pipelines.events import OnEvent
+    from mmserve.pipelines.tasks import TaskName
     from mmserve.vision.pages import PageReader
     from mmserve.weights.tokenizer import Tokenizer
 
@@ -57,7 +62,12 @@ class ServerState:
     """One app's engine, page reader, prompt builder, settings, limits and metrics."""
 
     def __init__(
-        self, engine: ServedEngine, reader: "PageReader", prompts: "PromptBuilder", settings: ServerSettings
+        self,
+        engine: ServedEngine,
+        reader: "PageReader",
+        prompts: "PromptBuilder",
+        settings: ServerSettings,
+        tracing: NoTracing,
     ) -> None:
         self.engine = engine
         self.reader = reader
@@ -65,6 +75,7 @@ class ServerState:
         self.settings = settings
         self.fetcher = MediaFetcher(parse_allowed_hosts(settings.allowed_media_hosts), settings.max_media_bytes)
         self.drain = Drain()
+        self.tracing = tracing
         self.metrics = ServerMetrics(
             lambda: engine.stats,
             lambda: None if prompts.pool is None else prompts.pool.stats,
@@ -72,6 +83,8 @@ class ServerState:
         )
         self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
         self.jobs = JobService(settings.jobs, self)
+        self._weights_changed_at = _changed_at(Path(engine.config.model))
+        self.metrics.registry.register(JobCollector(self.jobs.counters))
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
@@ -100,8 +113,14 @@ class ServerState:
     @property
     def model(self) -> str:
         """All that may change an answer besides the document and the options of its task."""
+        config = self.engine.config
+        weights = (config.load_format, self.engine.max_model_len, self._weights_changed_at)
         reading = (self.reader.options, self.reader.limits, self.prompts.limits)
-        return f"{self.system_fingerprint}|{reading!r}"
+        return f"{self.system_fingerprint}|{weights!r}|{reading!r}"
+
+    def watched(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
+        """To be entered around a task, which tells what it gets; metrics, traces and the log line hear of it."""
+        return TaskObserver(task, self.metrics.tasks, self.tracing, on_event)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -141,6 +160,12 @@ class ServerState:
                 "The engine ended, and is being started again" if self.engine.num_restarts else "The model is loading"
             )
             raise EngineError("engine_not_ready", f"{what}. Try again in a few seconds.")
+
+
+def _changed_at(model: Path) -> int:
+    """When the newest file of a checkpoint on this machine was written, in nanoseconds; 0 for a name on a hub."""
+    files = model.iterdir() if model.is_dir() else [model] if model.is_file() else []
+    return max((file.stat().st_mtime_ns for file in files), default=0)
 
 
 async def get_state(request: Request) -> ServerState:

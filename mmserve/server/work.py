@@ -41,15 +41,16 @@ class TaskRun:
 
     async def _made(self, path: Path, name: str, on_event: OnEvent | None) -> dict[str, Any]:
         async with self.state.document_slots.of(self.owner):
-            made = await TASKS[self.task].run(
-                path,
-                name=name,
-                engine=self.state.engine_for(self.owner),
-                prompts=self.state.prompts_for(self.owner),
-                reader=self.state.reader,
-                options=self.options,
-                on_event=on_event,
-            )
+            with self.state.watched(self.task, on_event) as tell:
+                made = await TASKS[self.task].run(
+                    path,
+                    name=name,
+                    engine=self.state.engine_for(self.owner),
+                    prompts=self.state.prompts_for(self.owner),
+                    reader=self.state.reader,
+                    options=self.options,
+                    on_event=tell,
+                )
         return made.to_dict()
 
     async def _known(self, key: ResultKey, name: str) -> dict[str, Any] | None:

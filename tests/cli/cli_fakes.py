@@ -58,6 +58,8 @@ def start(_engine: object, _reader: object, _prompts: object, tell: Callable[[st
         text = source.path.read_text()
         if text.startswith("bad"):
             raise DocumentError("corrupt_document", "It is cut off.")
+        if text.startswith("pause"):
+            await asyncio.sleep(0.005)
         if text.startswith("busy"):
             _refuse()
         if text.startswith("slow"):

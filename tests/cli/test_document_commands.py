@@ -226,6 +226,21 @@ def test_resume_knows_a_document_that_was_moved(invoke: Invoke, output_format: s
     assert outputs("fresh")[f"sub/moved.txt.{output_format}"] == moved
 
 
+def test_the_report_of_a_resumed_run_has_the_pages_of_earlier_runs(invoke: Invoke) -> None:
+    write({"in/a.txt": "large", "in/b.txt": "bad"})
+    run = ("shout", "in", "-o", "out", "--report", "errors.jsonl", *QUIET_MODEL)
+    assert invoke(*run).exit_code == 1
+    first = Path("errors.jsonl").read_text()
+    assert len(first.splitlines()) == 2
+    result = invoke(*run, "--resume")
+    assert sorted(Path("errors.jsonl").read_text().splitlines()) == sorted(first.splitlines())
+    assert "a.txt" not in result.stderr
+    Path("in/b.txt").unlink()
+    Path("in/a.txt").rename("in/c.txt")
+    assert invoke(*run, "--resume").exit_code == 0
+    assert json.loads(Path("errors.jsonl").read_text())["path"] == "in/c.txt"
+
+
 def test_resume_is_right_about_documents_that_changed_places(invoke: Invoke) -> None:
     write({"in/a.txt": "one", "in/b.txt": "two"})
     invoke("shout", "in", "-o", "out", *QUIET_MODEL)

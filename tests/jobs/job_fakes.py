@@ -5,7 +5,7 @@ import hashlib
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from mmserve.jobs.database import Database
 from mmserve.jobs.records import Job, JobEvent, StoredFile
 from mmserve.jobs.service import JobService
 from mmserve.jobs.settings import JobSettings
+from mmserve.pipelines.events import OnEvent
+from mmserve.pipelines.tasks import TaskName
 from mmserve.request import FinishReason, ImageSpan, SamplingParams
 from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import Document, Page, PageForm, PageOptions
@@ -186,6 +188,9 @@ class Desk:
 
     def engine_for(self, owner: str) -> CountingEngine:
         return self.engines.get(owner, self.engine)
+
+    def watched(self, task: TaskName, on_event: OnEvent) -> AbstractContextManager[OnEvent]:
+        return nullcontext(on_event)
 
     def prompts_for(self, owner: str) -> TextPrompts:
         return TextPrompts(self.engine_for(owner).tokenizer)

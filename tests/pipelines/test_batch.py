@@ -263,7 +263,7 @@ def test_who_is_overloaded_says_when_to_come_back(tmp_path: Path, monkeypatch: p
         error.retry_after = 7.0 if not delays else None
         raise error
 
-    monkeypatch.setattr("mmserve.pipelines.batch.asyncio.sleep", note)
+    monkeypatch.setattr("mmserve.pipelines.batch._sleep", note)
     asyncio.run(run_batch(write_documents(tmp_path, {"a": "1"}), work, MemorySink()))
     assert delays[0] == 7.0
     assert 1.0 <= delays[1] <= 1.5

@@ -35,12 +35,18 @@ class LiveServer:
 
 @contextmanager
 def serving(
-    engine: Any, *, reader: Any = None, prompts: Any = None, middleware: Any = None, **settings: Any
+    engine: Any,
+    *,
+    reader: Any = None,
+    prompts: Any = None,
+    tracing: Any = None,
+    middleware: Any = None,
+    **settings: Any,
 ) -> Iterator[LiveServer]:
     """With files and jobs in a folder of its own, unless `settings` name one."""
     with tempfile.TemporaryDirectory(prefix="mmserve-data-") as folder:
         chosen = ServerSettings(**{"shutdown_timeout": 0.2, "data_dir": Path(folder), **settings})
-        app = create_app(engine, reader, chosen, prompts)
+        app = create_app(engine, reader, chosen, prompts, tracing)
         if middleware is not None:
             app.add_middleware(middleware)
         server = LiveServer(app, chosen)

@@ -189,5 +189,5 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 ERROR_RESPONSES = error_responses(400, 404, 408, 413, 415, 422, 429, 500, 503, 504)
-ACCESS_RESPONSES = error_responses(401, 403)
 COMPLETION_RESPONSES = {200: {"content": {**CHUNK_STREAM}}, **ERROR_RESPONSES}
+ACCESS_RESPONSES = error_responses(401, 403, 429)
