@@ -149,7 +149,9 @@ class GrammarCompiler:
         # A grammar that allows nothing, or is too complex from the start, shows at its first mask.
         matcher.compute_bitmask()
         if matcher.is_stopped():
-            raise _refusal(structured.param, "allows no answer", matcher.get_error())
+            reason = matcher.get_error()
+            is_empty = not reason or reason.startswith("NoExtension")
+            raise _refusal(structured.param, "allows no answer", "nothing can follow it" if is_empty else reason)
         return matcher
 
 

@@ -1,98 +1,25 @@
-"""Answers that must have a form: what compiles, what is refused, and the whole engine on a model of random weights."""
+"""Answers that must have a form, of a model of random weights: what holds, what is refused, and the neighbours."""
 
 import json
 import re
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-from engine_driver import check_invariants, engine_config, greedy, run_to_end
+from engine_driver import engine_config, greedy, run_to_end
 from reference_models import save_reference_model
+from structured_answers import INVOICE, PROMPTS, SCHEMAS, TEXT, Answer, of_schema, run, step, structured, text_of
 
 from mmserve.engine.engine import Engine
-from mmserve.engine.messages import EngineRequest, RequestFailure
-from mmserve.engine.structured import GrammarCompiler, Matcher, forbid_tokens, token_masks
-from mmserve.errors import RequestError
-from mmserve.request import FinishReason, SamplingParams, StructuredKind, StructuredOutput
-from mmserve.request import Sequence as EngineSequence
+from mmserve.engine.messages import EngineRequest
+from mmserve.engine.structured import GrammarCompiler
+from mmserve.request import SamplingParams, StructuredOutput
 from mmserve.weights.checkpoint import open_checkpoint
 from mmserve.weights.tokenizer import Tokenizer
-
-PROMPTS = [[11, 52, 93, 134], [7, 8, 9, 10, 11, 12, 13], [300] * 20]
-TEXT = {"type": "string", "maxLength": 8}
-INVOICE = {
-    "type": "object",
-    "properties": {
-        "vendor": TEXT,
-        "date": {"type": "string", "format": "date"},
-        "paid": {"type": ["boolean", "null"]},
-        "total": {"type": "integer", "minimum": -50, "maximum": 5000},
-        "lines": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 2,
-            "items": {"type": "object", "properties": {"name": TEXT}, "required": ["name"]},
-        },
-    },
-    "required": ["vendor", "date", "paid", "total", "lines"],
-    "additionalProperties": False,
-}
-INVOICE["properties"]["lines"]["items"]["additionalProperties"] = False  # type: ignore[index]
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "invoice": INVOICE,
-    "enum": {"enum": ["yes", "no", 7, None, {"a": [1, "é"]}]},
-    "any of": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": 1}, "maxItems": 3}]},
-    "reference": {
-        "$defs": {"leaf": {"type": "integer", "minimum": 0, "maximum": 99}},
-        "type": "array",
-        "items": {"$ref": "#/$defs/leaf"},
-        "minItems": 2,
-        "maxItems": 4,
-    },
-    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
-}
-
-
-def structured(kind: StructuredKind, text: str = "", **fields: Any) -> StructuredOutput:
-    return StructuredOutput(kind=kind, text=text, **fields)
-
-
-def of_schema(schema: dict[str, Any], **fields: Any) -> StructuredOutput:
-    return structured("json_schema", json.dumps(schema), **fields)
-
-
-@dataclass
-class Answer:
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    failure: RequestFailure | None = None
-
-
-def run(engine: Engine, *requests: tuple[Sequence[int], SamplingParams], seed: int = 0) -> list[Answer]:
-    """All are offered at once, each with a seed of its own."""
-    answers = {str(i): Answer() for i in range(len(requests))}
-    for i, (prompt, params) in enumerate(requests):
-        assert engine.add_request(EngineRequest(str(i), list(prompt), params, seed=seed + i)) is None
-    while engine.has_work:
-        step(engine, answers)
-    return list(answers.values())
-
-
-def step(engine: Engine, answers: dict[str, Answer]) -> None:
-    for output in engine.step().outputs:
-        answer = answers[output.request_id]
-        answer.token_ids += output.token_ids
-        answer.finish_reason, answer.failure = output.finish_reason, output.failure
-        answer.stop_token_id = output.stop_token_id
-    check_invariants(engine.scheduler)
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +35,6 @@ def engine(folder: Path) -> Engine:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     return open_checkpoint(str(folder)).tokenizer()
-
-
-@pytest.fixture
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-
-
-def text_of(tokenizer: Tokenizer, answer: Answer) -> str:
-    ids = answer.token_ids[:-1] if answer.stop_token_id is not None else answer.token_ids
-    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 # Answers
@@ -220,17 +137,6 @@ def test_where_it_may_end_or_go_on_min_tokens_and_ignore_eos_decide(engine: Engi
     assert length() == 1
     assert 4 <= length(min_tokens=4) < 9
     assert length(ignore_eos=True) == 9
-
-
-def test_a_model_without_an_end_ends_with_its_form(folder: Path, tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, ())
-    matcher = compiler.submit(structured("regex", "ab?")).result()
-    matcher.accept(tokenizer.encode("a")[0])
-    assert not matcher.is_complete
-    allowed = allowed_ids(matcher)
-    assert allowed - {tokenizer.vocab_size} == {tokenizer.encode("b")[0]}
-    matcher.accept(tokenizer.encode("b")[0])
-    assert matcher.is_complete
 
 
 # Neighbours, and the scheduler's ways
@@ -384,6 +290,7 @@ def test_a_form_that_cannot_be_followed_is_refused_alone(engine: Engine, name: s
     assert (refused.failure.code, refused.failure.param) == ("invalid_schema", "response_format")
     assert refused.failure.message.startswith("response_format ")
     assert len(refused.failure.message) < 500
+    assert "NoExtension" not in refused.failure.message
     assert neighbour.token_ids == alone
     assert engine.scheduler.pool.num_referenced == 0
 
@@ -423,114 +330,3 @@ def test_a_fault_of_the_compiler_is_an_error_of_the_request_alone(
     assert failed.failure.code == "internal_error"
     assert "secret" not in failed.failure.message
     assert neighbour.finish_reason == "length"
-
-
-# The compiler
-
-
-def test_the_same_form_is_compiled_once_and_the_oldest_is_forgotten(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids, capacity=2)
-
-    def compile_all(*patterns: str) -> int:
-        futures: list[Future[Matcher]] = [compiler.submit(structured("regex", pattern)) for pattern in patterns]
-        assert len({id(future.result()) for future in futures}) == len(patterns)
-        return compiler.num_compiled
-
-    assert compile_all("a", "a", "a") == 1
-    assert compile_all("b", "a", "c") == 3
-    assert compile_all("a", "c") == 3
-    assert compile_all("b") == 4
-
-
-def test_matchers_of_one_form_do_not_share_their_place(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    first, second = (compiler.submit(structured("regex", "ab")).result() for _ in range(2))
-    first.accept(tokenizer.encode("a")[0])
-    with pytest.raises(RequestError, match="any further"):
-        second.accept(tokenizer.encode("b")[0])
-    first.accept(tokenizer.encode("b")[0])
-    assert first.is_complete
-
-
-def allowed_ids(matcher: Matcher) -> set[int]:
-    (mask,) = token_masks([with_matcher(matcher)])
-    return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
-
-
-def with_matcher(matcher: Matcher) -> EngineSequence:
-    return EngineSequence("a", [1], SamplingParams(), matcher=matcher)
-
-
-def test_masks_of_many_are_those_of_each(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    matchers = [compiler.submit(structured("regex", f"[{letters}]")).result() for letters in ("ab", "c", "xyz")]
-    masks = token_masks([with_matcher(matcher) for matcher in matchers])
-    each = [set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()) for mask in masks]
-    assert each == [{tokenizer.encode(letter)[0] for letter in letters} for letters in ("ab", "c", "xyz")]
-    assert each == [allowed_ids(matcher) for matcher in matchers]
-
-
-def test_forbidden_tokens_leave_a_mask_unless_they_are_all_of_it() -> None:
-    mask = np.array([0b1000_0010, 0b1], dtype=np.uint8)
-    forbid_tokens(mask, (7, 8, 3))
-    assert mask.tolist() == [0b10, 0]
-    forbid_tokens(mask, (1,))
-    assert mask.tolist() == [0b10, 0]
-
-
-def test_special_tokens_are_no_text(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    """A string may spell one, but not be one."""
-    matcher = compiler.submit(structured("json_schema", '{"type": "string"}')).result()
-    matcher.accept(tokenizer.encode('"')[0])
-    assert not allowed_ids(matcher) & set(tokenizer.special_token_ids)
-
-
-def test_the_embedded_models_tokenizer(smollm2_path: Path) -> None:
-    """A vocabulary of 49,152 out of a GGUF file, with logits for more."""
-    tokenizer = open_checkpoint(str(smollm2_path)).tokenizer()
-    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size + 40, tokenizer.eos_token_ids)
-    value = {"vendor": 'Müller "&" 東京', "date": "2024-03-12", "paid": None, "total": 12, "lines": [{"name": "x\ty"}]}
-    schema = json.loads(json.dumps(INVOICE).replace('"maxLength": 8', '"maxLength": 80'))
-    for separators in ((", ", ": "), (",", ":")):
-        matcher = compiler.submit(of_schema(schema)).result()
-        assert max(allowed_ids(matcher)) < tokenizer.vocab_size
-        for token_id in tokenizer.encode(json.dumps(value, ensure_ascii=False, separators=separators)):
-            assert not matcher.is_complete
-            assert token_id in allowed_ids(matcher)
-            matcher.accept(token_id)
-        assert matcher.is_complete
-    for blank in ("{\n", "{  "):
-        matcher = compiler.submit(of_schema(schema)).result()
-        with pytest.raises(RequestError):
-            deque(map(matcher.accept, tokenizer.encode(blank + '"vendor"')))
-
-
-# What is wrong before anything is compiled
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("json_schema", ""),
-        ("json_schema", "{"),
-        ("json_schema", "[1]"),
-        ("json_schema", "true"),
-        ("json_schema", '{"a":' * 100_000),
-        ("json_schema", '{"title": "' + "x" * 2**17 + '"}'),
-        ("json_object", "{}"),
-        ("regex", ""),
-        ("regex", "a" * (2**17 + 1)),
-        ("choice", "yes"),
-        ("choice", "[]"),
-        ("choice", '["a", ""]'),
-        ("choice", '["a", 1]'),
-        ("choice", '{"a": 1}'),
-        ("choice", json.dumps([str(i) for i in range(1025)])),
-        ("grammar", ""),
-        ("poem", "roses"),
-    ],
-    ids=lambda value: value[:20],
-)
-def test_what_is_no_form_at_all_is_refused_at_once(kind: Any, text: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        StructuredOutput(kind=kind, text=text, param="guided_json")
-    assert (caught.value.code, caught.value.param) == ("invalid_schema", "guided_json")
-    assert len(caught.value.message) < 300
