@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from mmserve.errors import RequestError
 
@@ -26,13 +26,16 @@ class StructuredOutput:
     """The form that an answer has to have, whatever the model would rather say.
 
     `text` is a JSON Schema as JSON (`json_schema`), nothing (`json_object`), a regular expression of the whole answer
-    (`regex`), a JSON array of strings, one of which is the answer (`choice`), or a grammar in Lark's notation
-    (`grammar`). Raises `invalid_schema` for what is not even that; whether a schema or grammar can be followed is found
-    out when it is compiled. `param` is the field that the user has given it in, which errors name.
+    (`regex`), a JSON array of strings, one of which is the answer (`choice`), or a grammar in Lark's or GBNF's notation
+    (`grammar`). Raises `invalid_schema` for what is not even that; whether it can be followed is found out when the
+    engine compiles it. With `lenient` what a schema asks for and the engine cannot enforce (`uniqueItems`, `if`) is
+    left to the caller to check; without, such a schema is refused. `param` is the field in which the user has given it,
+    which errors name.
     """
 
     kind: StructuredKind
     text: str = ""
+    lenient: bool = False
     param: str = field(default="structured", compare=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +45,7 @@ class StructuredOutput:
         length = len(self.text)
         self._check(length <= MAX_STRUCTURED_LENGTH, f"is {length} characters long, over {MAX_STRUCTURED_LENGTH}")
         if self.kind == "json_schema":
-            self._check(isinstance(self._from_json(), dict | bool), "must be a JSON Schema: an object")
+            self._check(isinstance(self._from_json(), dict), "must be a JSON Schema that is an object")
         elif self.kind == "choice":
             self._check_choices(self._from_json())
 
@@ -141,11 +144,8 @@ class SamplingParams:
     @property
     def needs_last_token(self) -> bool:
         """Whether a choice depends on the tokens chosen before it by more than their number."""
-        return self.has_penalties or self.structured is not None
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        has_penalties = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return has_penalties or self.structured is not None
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,17 @@ class ImageSpan:
         return self.offset + self.length
 
 
+class TokenMatcher(Protocol):
+    """Follows a sequence's output tokens through the form that its answer has to have."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow any more."""
+
+    def accept(self, token_id: int) -> None:
+        """Take the next output token. Raises `RequestError` where the answer cannot go on."""
+
+
 class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -207,7 +218,8 @@ class Sequence:
     """One request's tokens and progress.
 
     `num_computed_tokens` of them have their K and V in `block_ids`, or will have before any step launched from now on.
-    `num_pending_tokens` more were sampled by steps whose results are still to come.
+    `num_pending_tokens` more were sampled by steps whose results are still to come. `matcher` has seen all output
+    tokens; where the answer has a form, it comes when that is compiled.
     """
 
     request_id: str
@@ -224,6 +236,11 @@ class Sequence:
     num_pending_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
+    matcher: TokenMatcher | None = None
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.params.structured is not None and self.matcher is None
 
     @property
     def num_tokens(self) -> int:

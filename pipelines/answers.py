@@ -55,7 +55,8 @@ async def answer_text(
             if delta.finish_reason in ("abort", "error"):
                 raise EngineError("internal_error", "the request was ended before its answer was complete")
             yield delta.text
-            if loops.push(delta.token_ids):
+            # Rows of a table may be the same; what has a form ends by it, or at max_tokens.
+            if params.structured is None and loops.push(delta.token_ids):
                 answer.has_looped = True
                 break
 

@@ -22,7 +22,7 @@ from mmserve.pipelines.events import Event, OnEvent, RequestFinished, RequestSub
 from mmserve.pipelines.page_views import PageViews, sends_pictures
 from mmserve.pipelines.prompts import Content, Fence, Wording, takes_system_message
 from mmserve.pipelines.task_options import TaskOptions
-from mmserve.request import SamplingParams
+from mmserve.request import SamplingParams, StructuredOutput
 from mmserve.vision.pages import parse_page_selection
 
 T = TypeVar("T")
@@ -34,12 +34,17 @@ _SLACK_TOKENS = 32
 
 @dataclass(frozen=True)
 class PartRequest:
-    """One request. `number` counts from 1 within its stage; 0 is the request that gives the result."""
+    """One request. `number` counts from 1 within its stage; 0 is the request that gives the result.
+
+    `max_tokens` of the answer is the work's if None, and less where the context has less room.
+    """
 
     stage: Stage
     number: int
     part: Part
     wording: Wording
+    structured: StructuredOutput | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,22 +196,17 @@ class DocumentWork:
             self.tell(RequestFinished(request.stage, request.number, answer.num_tokens))
         return answer
 
-    async def complete(
-        self, request: PartRequest, *, on_text: Callable[[str], None] | None = None, **sampling: Any
-    ) -> tuple[str, Answer]:
-        """One request, and the text of its answer. `sampling` has further fields of `SamplingParams`."""
+    async def complete(self, request: PartRequest) -> tuple[str, Answer]:
+        """One request, and all that the model wrote, as it is."""
         answer, pieces = Answer(usage=self.usage), list[str]()
         async with self._asking(request) as asking:
             if asking is None:
                 return "", answer
-            params = replace(asking.params, **sampling)
-            async with aclosing(answer_text(self._engine, asking.prompt, params, answer)) as stream:
+            async with aclosing(answer_text(self._engine, asking.prompt, asking.params, answer)) as stream:
                 async for text in stream:
                     pieces.append(text)
-                    if on_text is not None:
-                        on_text(text)
             self.tell(RequestFinished(request.stage, request.number, answer.num_tokens))
-        return asking.fence.without_marks("".join(pieces)), answer
+        return "".join(pieces), answer
 
     @asynccontextmanager
     async def _asking(self, request: PartRequest) -> AsyncIterator[_Asking | None]:
@@ -224,10 +224,10 @@ class DocumentWork:
                     return
                 prompt, fence = await self._built(replace(request, part=readable), stack)
             room = max(self._engine.max_model_len - len(prompt.token_ids), 1)
-            params = self._options.sampling(min(self.max_tokens, room))
+            params = self._options.sampling(min(request.max_tokens or self.max_tokens, room))
             part = request.part
             self.tell(RequestSubmitted(request.stage, request.number, part.first_page, part.last_page))
-            yield _Asking(prompt, params, fence)
+            yield _Asking(prompt, replace(params, structured=request.structured), fence)
 
     async def _built(self, request: PartRequest, stack: AsyncExitStack) -> tuple[Prompt, Fence]:
         part = request.part

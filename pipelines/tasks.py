@@ -11,6 +11,7 @@ from mmserve.pipelines.ask import AskOptions, ask
 from mmserve.pipelines.document import DocumentReader
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, PageReport
+from mmserve.pipelines.extract import ExtractOptions, extract
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.transcribe import TranscribeOptions, transcribe
@@ -71,6 +72,7 @@ TASKS: Mapping[TaskName, Task] = MappingProxyType(
     {
         "summarize": Task(SummarizeOptions, summarize),
         "ask": Task(AskOptions, ask),
+        "extract": Task(ExtractOptions, extract),
         "transcribe": Task(TranscribeOptions, transcribe),
     }
 )

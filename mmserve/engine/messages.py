@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mmserve.errors import ErrorCode
+from mmserve.errors import ErrorCode, MMServeError
 from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
 
 
@@ -47,6 +47,10 @@ class RequestFailure:
     code: ErrorCode
     message: str
     param: str | None = None
+
+
+def as_failure(error: MMServeError) -> RequestFailure:
+    return RequestFailure(error.code, error.message, error.param)
 
 
 # A tuple, since there is one for every token of every sequence: making a frozen dataclass takes twice as long.

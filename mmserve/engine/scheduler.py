@@ -10,7 +10,7 @@ from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.prefix_cache import PrefixCache, block_hash
 from mmserve.config import CacheConfig, SchedulerConfig
 from mmserve.engine.image_planner import ImagePlanner
-from mmserve.engine.messages import EngineStats, TokenOutput
+from mmserve.engine.messages import EngineStats, RequestFailure, TokenOutput, as_failure
 from mmserve.engine.prefix_waiting import BlocksInProgress
 from mmserve.errors import EngineError, RequestError
 from mmserve.request import FinishReason, ImageSpan, SampledToken, Sequence, SequenceStatus
@@ -216,12 +216,12 @@ class Scheduler:
     def _admit_next(self) -> bool:
         """Move a waiting sequence to the running ones, with its cached prefix, if seats and blocks suffice.
 
-        It is the first of those that need not wait for a prefix that a running one is computing.
+        It is the first of those that need not wait for a prefix that a running one is computing, or for its grammar.
         """
         if len(self.running) >= self.config.max_num_seqs:
             return False
         for sequence in self.waiting:
-            if self.in_progress.is_waiting(sequence.request_id):
+            if sequence.is_compiling or self.in_progress.is_waiting(sequence.request_id):
                 continue
             self._take_cached_prefix(sequence)
             awaited = self._awaited_block(sequence)
@@ -304,6 +304,11 @@ class Scheduler:
         return hashes[i_block], parent_hash, token_ids
 
     def _output(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
+        if sequence.matcher is not None:
+            try:
+                sequence.matcher.accept(sampled.token_id)
+            except RequestError as error:
+                return self.refuse(sequence, as_failure(error))
         finish_reason, stop_token_id = self._finish_reason(sequence, sampled.token_id)
         output = TokenOutput(
             sequence.request_id,
@@ -318,8 +323,15 @@ class Scheduler:
             self._finish(sequence)
         return output
 
+    def refuse(self, sequence: Sequence, failure: RequestFailure) -> TokenOutput:
+        """End a sequence that cannot go on; what is left to say of it."""
+        self._finish(sequence)
+        return TokenOutput(sequence.request_id, finish_reason="error", failure=failure)
+
     def _finish_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         params, num_output_tokens = sequence.params, len(sequence.output_token_ids)
+        if sequence.matcher is not None and sequence.matcher.is_complete:
+            return "stop", token_id if token_id in self._eos_token_ids else None
         if num_output_tokens >= params.min_tokens:
             if token_id in self._eos_token_ids and not params.ignore_eos:
                 return "stop", token_id

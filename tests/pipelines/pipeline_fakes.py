@@ -12,6 +12,7 @@ from mmserve.config import EngineConfig, SchedulerConfig
 from mmserve.pipelines.ask import AnswerResult, AskOptions, ask
 from mmserve.pipelines.engine_protocol import Prompts, TextTokenizer
 from mmserve.pipelines.events import Event
+from mmserve.pipelines.extract import ExtractionResult, ExtractOptions, extract
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.summary import Summary
 from mmserve.request import FinishReason, ImageSpan, SamplingParams
@@ -170,6 +171,26 @@ def answer_of(
             prompts=prompts or TextPrompts(engine.tokenizer),
             reader=reader,
             options=AskOptions(question=question, **options),
+            on_event=on_event,
+        )
+    )
+
+
+def extraction_of(
+    document: Sequence[str | Page] | GivenPages,
+    engine: ScriptedTextEngine,
+    on_event: Callable[[Event], None] | None = None,
+    prompts: Prompts | None = None,
+    **options: Any,
+) -> ExtractionResult:
+    reader = document if isinstance(document, GivenPages) else GivenPages(document)
+    return asyncio.run(
+        extract(
+            Path("minutes.pdf"),
+            engine=engine,
+            prompts=prompts or TextPrompts(engine.tokenizer),
+            reader=reader,
+            options=ExtractOptions(**options),
             on_event=on_event,
         )
     )

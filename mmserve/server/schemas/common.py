@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from mmserve.errors import RequestError
-from mmserve.request import SamplingParams
+from mmserve.request import SamplingParams, StructuredOutput
 
 FinishedReason = Literal["stop", "length", "abort", "error"]
 
@@ -51,7 +51,9 @@ class SamplingFields(RequestModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, structured: StructuredOutput | None
+    ) -> SamplingParams:
         """The validated choices; null means the default. Raises `RequestError`."""
         if self.stream_options is not None and not self.stream:
             raise RequestError(
@@ -72,6 +74,7 @@ class SamplingFields(RequestModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             max_tokens=max_tokens,
             logprobs=logprobs,
+            structured=structured,
         )
 
 

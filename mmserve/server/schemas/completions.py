@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
 from mmserve.server.schemas.common import FinishedReason, SamplingFields, Usage, refuse_unsupported
+from mmserve.server.schemas.structured import StructuredFields
 
 DEFAULT_MAX_TOKENS = 16
 UNSUPPORTED = {
@@ -16,7 +17,7 @@ UNSUPPORTED = {
 }
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(StructuredFields, SamplingFields):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="Text, several texts, token ids, or several lists of token ids."
     )
@@ -29,7 +30,7 @@ class CompletionRequest(SamplingFields):
     def to_sampling_params(self) -> SamplingParams:
         refuse_unsupported(self, UNSUPPORTED, {"best_of": (self.n or 1,)})
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs, structured=self.structured_output())
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt. Raises `RequestError` where one is empty."""
