@@ -26,11 +26,8 @@ EXIT_CLOSED_PIPE = 128 + signal.SIGPIPE
 COMMANDS: Mapping[str, str] = {
     "summarize": "Summarise documents, with page citations.",
     "ask": "Ask documents, and get answers with page citations.",
-<<<<<<< HEAD
-    "transcribe": "Write documents down as Markdown, page by page.",
-=======
     "extract": "Extract values from documents as JSON, each with its page.",
->>>>>>> d-ask
+    "transcribe": "Write documents down as Markdown, page by page.",
     "chat": "Talk to the model.",
     "serve": "Answer over HTTP, with OpenAI's protocol beside that for documents.",
     "pull": "Fetch a model, so that later commands find it.",
