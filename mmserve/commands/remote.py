@@ -1,5 +1,6 @@
 """`--server`: a server that runs does the work, and this process only sends documents and writes results."""
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -65,26 +66,21 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class RemoteResult:
-    """A result as the server sent it. Its Markdown is that of the same result in this process."""
+    """A result as the server sent it, and as it would be had it been made in this process."""
 
     name: str
     data: Mapping[str, Any]
-    task: "TaskName"
+    result: "TaskResult"
 
     @property
     def pages(self) -> "Sequence[PageReport]":
-        return self._result().pages
+        return self.result.pages
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.data, "name": self.name}
 
     def to_markdown(self) -> str:
-        return self._result().to_markdown()
-
-    def _result(self) -> "TaskResult":
-        from mmserve.pipelines.from_dict import from_dict, result_type
-
-        return from_dict(result_type(self.task), self.to_dict())
+        return dataclasses.replace(self.result, name=self.name).to_markdown()
 
 
 class RemoteServer:
@@ -131,6 +127,8 @@ class RemoteServer:
 
         Raises what the server answers: `DocumentError`, `RequestError`, `EngineError`.
         """
+        from mmserve.pipelines.from_dict import from_dict, result_type
+
         with source.path.open("rb") as file:
             try:
                 data = await self._result(task, _file_name(source), file, fields, on_progress)
@@ -140,7 +138,11 @@ class RemoteServer:
                 raise self._gone(error, "timeout") from None
             except httpx.TransportError as error:
                 raise self._gone(error, "engine_not_ready") from None
-        return RemoteResult(source.title, data, task)
+        try:
+            return RemoteResult(source.title, data, from_dict(result_type(task), data))
+        except ValueError as error:
+            message = f"the answer of {self._url} is not understood, as from another version of mmserve: {error}"
+            raise EngineError("internal_error", message) from None
 
     def _gone(self, error: Exception, code: Any) -> EngineError:
         gone = EngineError(code, f"{self._url} cannot be reached any more ({str(error) or type(error).__name__})")

@@ -319,9 +319,10 @@ def test_what_does_not_heal_is_asked_once(answering: Any) -> None:
     [
         events(PROGRESS),
         events(PROGRESS, {"type": "error", "error": {"code": "queue_full", "message": "Too many."}}),
+        events({"type": "result", "result": {"object": "transcript", "text": "x"}}),
         refusal(502, "", "<html>"),
     ],
-    ids=["cut", "error", "proxy"],
+    ids=["cut", "error", "other-version", "proxy"],
 )
 def test_an_answer_that_ends_badly_is_asked_for_again_or_reported(answering: Any, answer: Response) -> None:
     Path("a.txt").write_text(TEXT)
