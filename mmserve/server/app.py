@@ -22,7 +22,7 @@ from mmserve.server.observation import Observation
 from mmserve.server.openapi import install_openapi
 from mmserve.server.rate_limit import RateLimit
 from mmserve.server.request_id import RequestIds
-from mmserve.server.routers import chat, completions, files, health, jobs, models, tasks
+from mmserve.server.routers import chat, completions, files, health, jobs, models, page, tasks
 from mmserve.server.schemas.common import ACCESS_RESPONSES
 from mmserve.server.settings import AccessSettings, ServerSettings
 from mmserve.server.state import ServedEngine, ServerState
@@ -63,9 +63,10 @@ def create_app(
         ],
     )
     app.state.server = state
-    for routes in (tasks, files, jobs, chat, completions, models, health):
+    for routes in (tasks, files, jobs, chat, completions, models, health, page):
         app.include_router(routes.router)
     app.include_router(docs_router)
+    page.mount_static(app)
     _add_middleware(app, state)
     install_openapi(app)
     return app
