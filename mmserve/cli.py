@@ -25,6 +25,9 @@ EXIT_CLOSED_PIPE = 128 + signal.SIGPIPE
 
 COMMANDS: Mapping[str, str] = {
     "summarize": "Summarise documents, with page citations.",
+    "ask": "Ask documents, and get answers with page citations.",
+    "extract": "Extract values from documents as JSON, each with its page.",
+    "transcribe": "Write documents down as Markdown, page by page.",
     "chat": "Talk to the model.",
     "serve": "Answer over HTTP, with OpenAI's protocol beside that for documents.",
     "pull": "Fetch a model, so that later commands find it.",
@@ -138,7 +141,7 @@ def _sentence(error: Exception) -> str:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, SetupError | ModuleNotFoundError):
         return EXIT_MISSING
-    is_usage = isinstance(error, RequestError) and error.code == "invalid_request"
+    is_usage = isinstance(error, RequestError) and error.code in ("invalid_request", "invalid_schema")
     return EXIT_USAGE if is_usage else EXIT_SOME_FAILED
 
 

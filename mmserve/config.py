@@ -1,5 +1,6 @@
 """Configuration: frozen, nested, validated once. `ModelConfig` is a decoder's shape, read from a Hugging Face file."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QuantizationName = Literal["auto", "awq", "gptq", "fp8", "compressed-tensors"]
 VisionAttentionName = Literal["auto", "torch", "triton", "xformers"]
+LogFormat = Literal["text", "json"]
 PixelsOnName = Literal["auto", "worker", "device"]
 GIB = 1024**3
 
@@ -26,6 +28,20 @@ def parse_bytes(text: str) -> int:
         raise RequestError(
             "invalid_request", f"{text!r} is not a size: write 2GiB, 512MiB or a number of bytes"
         ) from None
+
+
+def parse_duration(text: str) -> float:
+    """`7d`, `12h`, `30m`, `90s`, `90` -> seconds."""
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+    number = text.strip().rstrip("smhdSMHD ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        seconds = float(number) * units[unit]
+    except (ValueError, KeyError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RequestError("invalid_request", f"{text!r} is not a time: write 7d, 12h, 30m or a number of seconds")
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +296,7 @@ class EngineConfig:
 
     `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision.
     `async_scheduling` prepares a step while the one before it runs; None does so on a GPU. `enforce_eager` does without
-    CUDA graphs.
+    CUDA graphs. A process that dies is started again `max_engine_restarts` times in ten minutes at most.
     """
 
     model: str = "smollm2-135m"
@@ -295,6 +311,7 @@ class EngineConfig:
     use_process: bool = False
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    max_engine_restarts: int = 5
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -302,6 +319,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check(self.max_model_len is None or self.max_model_len >= 2, "max-model-len", "must be at least 2")
         _check(self.num_threads is None or self.num_threads >= 1, "num-threads", "must be at least 1")
+        _check(self.max_engine_restarts >= 0, "max-engine-restarts", "must not be negative")
 
     @property
     def names(self) -> tuple[str, ...]:

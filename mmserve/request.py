@@ -1,20 +1,71 @@
 """What travels through the engine for one request: the user's choices, the tokens, the progress."""
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, Protocol, get_args
 
 from mmserve.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+StructuredKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 MAX_LOGPROBS = 20
+MAX_STRUCTURED_LENGTH = 2**17
+MAX_CHOICES = 1024
 
 
 def _require(condition: bool, param: str, sentence: str) -> None:
     if not condition:
         raise RequestError("invalid_request", f"{param} {sentence}", param=param)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutput:
+    """The form that an answer has to have, whatever the model would rather say.
+
+    `text` is a JSON Schema as JSON (`json_schema`), nothing (`json_object`), a regular expression of the whole answer
+    (`regex`), a JSON array of strings, one of which is the answer (`choice`), or a grammar in Lark's or GBNF's notation
+    (`grammar`). Raises `invalid_schema` for what is not even that; whether it can be followed is found out when the
+    engine compiles it. With `lenient` what a schema asks for and the engine cannot enforce (`uniqueItems`, `if`) is
+    left to the caller to check; without, such a schema is refused. `param` is the field in which the user has given it,
+    which errors name.
+    """
+
+    kind: StructuredKind
+    text: str = ""
+    lenient: bool = False
+    param: str = field(default="structured", compare=False)
+
+    def __post_init__(self) -> None:
+        self._check(self.kind in get_args(StructuredKind), f"knows no kind {self.kind!r}")
+        self._check(self.kind != "json_object" or not self.text, "takes no text for a json_object")
+        self._check(self.kind == "json_object" or bool(self.text), "must not be empty")
+        length = len(self.text)
+        self._check(length <= MAX_STRUCTURED_LENGTH, f"is {length} characters long, over {MAX_STRUCTURED_LENGTH}")
+        if self.kind == "json_schema":
+            self._check(isinstance(self._from_json(), dict), "must be a JSON Schema that is an object")
+        elif self.kind == "choice":
+            self._check_choices(self._from_json())
+
+    def _from_json(self) -> object:
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError("invalid_schema", f"{self.param} is not JSON: {error}", param=self.param) from None
+
+    def _check_choices(self, choices: object) -> None:
+        self._check(
+            isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices),
+            "must be a list of strings, none of them empty",
+        )
+        assert isinstance(choices, list)
+        self._check(1 <= len(choices) <= MAX_CHOICES, f"takes 1 to {MAX_CHOICES} choices, not {len(choices)}")
+
+    def _check(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            raise RequestError("invalid_schema", f"{self.param} {sentence}", param=self.param)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +76,10 @@ class SamplingParams:
     end. `logprobs` is the number of alternatives wanted beside the sampled token (0 to 20), None for no logprobs.
     `stop` strings are cut from the text; `stop_token_ids` end generation like an end-of-sequence token. With
     `detokenize=False` answers have token ids and no text, which spares the work of making it; no `stop` strings then.
+
+    With `structured` only tokens that lead to the wanted form can be chosen, before any other choice is made. Where the
+    form is complete the answer ends ("stop"), whatever `ignore_eos` and `min_tokens` say; an answer that `max_tokens`
+    cuts ("length") is not complete. `stop` strings cut it, too.
     """
 
     n: int = 1
@@ -46,6 +101,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -88,7 +144,8 @@ class SamplingParams:
     @property
     def needs_last_token(self) -> bool:
         """Whether a choice depends on the tokens chosen before it by more than their number."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        has_penalties = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return has_penalties or self.structured is not None
 
 
 @dataclass(frozen=True)
@@ -139,6 +196,17 @@ class ImageSpan:
         return self.offset + self.length
 
 
+class TokenMatcher(Protocol):
+    """Follows a sequence's output tokens through the form that its answer has to have."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow any more."""
+
+    def accept(self, token_id: int) -> None:
+        """Take the next output token. Raises `RequestError` where the answer cannot go on."""
+
+
 class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -150,7 +218,9 @@ class Sequence:
     """One request's tokens and progress.
 
     `num_computed_tokens` of them have their K and V in `block_ids`, or will have before any step launched from now on.
-    `num_pending_tokens` more were sampled by steps whose results are still to come.
+    `num_pending_tokens` more were sampled by steps whose results are still to come. Blocks are shared only with
+    sequences of the same `cache_salt`. `encodings` give the seconds of the steps that encoded its images, once it has a
+    token. `matcher` has seen all output tokens; where the answer has a form, it comes when that is compiled.
     """
 
     request_id: str
@@ -159,6 +229,7 @@ class Sequence:
     seed: int = 0
     images: tuple[ImageSpan, ...] = ()
     arrival_time: float = 0.0
+    cache_salt: bytes = b""
     output_token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -166,7 +237,13 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    encodings: list[Callable[[], float]] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
+    matcher: TokenMatcher | None = None
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.params.structured is not None and self.matcher is None
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""One request to the engine: its answer, statement by statement, ended early where it loops."""
+"""One request to the engine: its answer as text or statement by statement, ended early where it loops."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -29,7 +29,7 @@ class Usage:
 
 @dataclass
 class Answer:
-    """How one request went; complete once its statements were read to the end."""
+    """How one request went; complete once it was read to the end."""
 
     num_tokens: int = 0
     is_cut: bool = False
@@ -37,14 +37,15 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
 
 
-async def statements(
-    engine: TextEngine, prompt: Prompt, params: SamplingParams, answer: Answer
-) -> AsyncGenerator[Statement, None]:
-    """The answer's statements as they come; `answer` is filled on the way. Closing it aborts the request.
+async def answer_text(
+    engine: TextEngine, prompt: Prompt, params: SamplingParams, answer: Answer, *, loops: LoopDetector | None = None
+) -> AsyncGenerator[str, None]:
+    """The answer's text as it comes; `answer` is filled on the way. Closing it aborts the request.
 
-    Raises `EngineError` and `RequestError` as the engine does.
+    `loops` says what counts as a loop, which ends the answer. Raises `EngineError` and `RequestError` as the engine
+    does.
     """
-    stream, loops = StatementStream(), LoopDetector()
+    loops = loops or LoopDetector()
     answer.usage.prompt_tokens += len(prompt.token_ids)
     async with aclosing(engine.generate(prompt.token_ids, params, images=prompt.images)) as deltas:
         async for delta in deltas:
@@ -53,10 +54,21 @@ async def statements(
             answer.is_cut = delta.finish_reason == "length"
             if delta.finish_reason in ("abort", "error"):
                 raise EngineError("internal_error", "the request was ended before its answer was complete")
-            for statement in stream.push(delta.text):
-                yield statement
-            if loops.push(delta.token_ids):
+            yield delta.text
+            # Rows of a table may be the same; what has a form ends by it, or at max_tokens.
+            if params.structured is None and loops.push(delta.token_ids):
                 answer.has_looped = True
                 break
+
+
+async def statements(
+    engine: TextEngine, prompt: Prompt, params: SamplingParams, answer: Answer
+) -> AsyncGenerator[Statement, None]:
+    """The same as whole statements, each as soon as it is complete."""
+    stream = StatementStream()
+    async with aclosing(answer_text(engine, prompt, params, answer)) as texts:
+        async for text in texts:
+            for statement in stream.push(text):
+                yield statement
     for statement in stream.finish(is_cut=answer.is_cut or answer.has_looped):
         yield statement

@@ -3,15 +3,17 @@
 import asyncio
 import errno
 import hashlib
+import itertools
 import logging
 import pickle
+import random
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from mmserve.errors import EngineError, ErrorCode, MMServeError, RequestError, SetupError
+from mmserve.errors import DocumentError, EngineError, ErrorCode, MMServeError, RequestError, SetupError
 
 R = TypeVar("R")
 R_contra = TypeVar("R_contra", contravariant=True)
@@ -20,6 +22,14 @@ _log = logging.getLogger(__name__)
 # Writing anything more would fail in the same way.
 _FATAL_ERRNOS = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 _FATAL_CODES: frozenset[ErrorCode] = frozenset({"engine_dead", "shutting_down"})
+# What may go better a moment later. A document that is damaged stays so.
+_HEALING_CODES: frozenset[ErrorCode] = frozenset({"queue_full", "engine_not_ready", "timeout"})
+_HEALING_ERRNOS = frozenset(
+    {errno.EAGAIN, errno.EINTR, errno.EIO, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
+    | {errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH}
+)
+_LONGEST_DELAY = 30.0
+_sleep = asyncio.sleep
 
 
 @dataclass(frozen=True)
@@ -61,17 +71,25 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """`jobs` documents are open at once; `timeout` is in seconds for each; `fail_fast` stops at the first failure."""
+    """`jobs` documents are open at once; `timeout` is in seconds for each; `fail_fast` stops at the first failure.
+
+    What may heal is tried again up to `retries` times, after `first_delay` seconds, then twice that, and so on; later
+    where who is overloaded says so.
+    """
 
     jobs: int = 4
     timeout: float | None = None
     fail_fast: bool = False
+    retries: int = 2
+    first_delay: float = 0.5
 
     def __post_init__(self) -> None:
         if self.jobs < 1:
             raise RequestError("invalid_request", "--jobs must be at least 1", param="jobs")
         if self.timeout is not None and self.timeout <= 0:
             raise RequestError("invalid_request", "--timeout must be above 0", param="timeout")
+        if self.retries < 0:
+            raise RequestError("invalid_request", "--retries must not be negative", param="retries")
 
 
 @dataclass
@@ -191,14 +209,25 @@ class _Batch(Generic[R]):
                 raise _FirstFailure
 
     async def _process(self, source: Source) -> Failure | None:
-        try:
-            await self._do(source)
-        except Exception as error:
-            if _concerns_all(error):
-                raise
-            _log.debug("%s failed.", source.label, exc_info=True)
-            return _failure(source, error)
-        return None
+        for attempt in itertools.count():
+            try:
+                await self._do(source)
+                return None
+            except Exception as error:
+                is_last = attempt == self._options.retries or not may_heal(error)
+                if is_last and _concerns_all(error):
+                    raise
+                _log.debug("%s failed.", source.label, exc_info=True)
+                if is_last:
+                    return _failure(source, error)
+                delay = max(self._delay(attempt), _asked_delay(error))
+            await _sleep(delay)
+        raise AssertionError("unreachable")
+
+    def _delay(self, attempt: int) -> float:
+        """Seconds, a little at random: so that all that failed together are not back together."""
+        delay = min(self._options.first_delay * 2.0**attempt, _LONGEST_DELAY)
+        return delay * random.uniform(1.0, 1.5)
 
     async def _do(self, source: Source) -> None:
         if source.problem is not None:
@@ -236,10 +265,22 @@ class _Batch(Generic[R]):
             finished.set()
 
 
+def may_heal(error: Exception) -> bool:
+    """Whether the same document may be done a moment later."""
+    if isinstance(error, MMServeError):
+        is_own_limit = isinstance(error, RequestError) and not isinstance(error, DocumentError)
+        return (error.code in _HEALING_CODES or error.retry_after is not None) and not is_own_limit
+    return isinstance(error, OSError) and (error.errno in _HEALING_ERRNOS or isinstance(error, TimeoutError))
+
+
 def _concerns_all(error: Exception) -> bool:
     if isinstance(error, EngineError):
         return error.code in _FATAL_CODES
     return isinstance(error, SetupError) or (isinstance(error, OSError) and error.errno in _FATAL_ERRNOS)
+
+
+def _asked_delay(error: Exception) -> float:
+    return error.retry_after or 0.0 if isinstance(error, MMServeError) else 0.0
 
 
 def _failure(source: Source, error: Exception) -> Failure:

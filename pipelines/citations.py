@@ -35,7 +35,7 @@ _MAX_PASSAGE_SENTENCES = 2
 _MAX_CANDIDATE_PAGES = 12
 _MAX_CITED_PAGES = 3
 _NEAR_NUMBERS, _NEAR_UNITS, _NEAR_NAMES = 5, 3, 2
-_CURRENCIES = "£$€¥₹"
+_CURRENCIES = {"£": "gbp", "$": "usd", "€": "eur", "¥": "jpy", "₹": "inr"}
 _CLAUSE = re.compile(r";\s+|,?\s+(?:and|but|while|und|aber|während|et|mais|y|pero)\s+")
 _PHRASE = re.compile(r"[,;]\s+|\s+(?:and|but|while|und|aber|während|et|mais|y|pero)\s+")
 _WEIGHT_OF_ANCHOR = 4.0
@@ -172,7 +172,9 @@ def _holds_foreign(page: SourcePage, claim: Claim) -> bool:
 
 
 def _currencies_agree(page: SourcePage, claim: Claim) -> bool:
-    return all(symbol in page.text for symbol in _CURRENCIES if symbol in claim.text)
+    return all(
+        symbol in page.text or code in page.words for symbol, code in _CURRENCIES.items() if symbol in claim.text
+    )
 
 
 def _numbers_fit(page: SourcePage, claim: Claim) -> bool:

@@ -1,6 +1,7 @@
 """A file's pages on their way into a pipeline: read one after the other, reported, and kept as text only."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.events import DocumentOpened, OnEvent, PageRead, PageReport
 from mmserve.pipelines.sentences import page_sentences
 from mmserve.pipelines.sources import Sources
-from mmserve.vision.page_types import Document, Page
+from mmserve.vision.page_types import Document, Page, PageForm
 
 
 class DocumentReader(Protocol):
@@ -17,7 +18,9 @@ class DocumentReader(Protocol):
 
     async def open(self, path: Path, *, name: str | None = None) -> Document: ...
 
-    def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncIterator[Page]: ...
+    def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncIterator[Page]: ...
 
 
 class DocumentReading:
@@ -44,14 +47,23 @@ class DocumentReading:
         self._takes_pictures = takes_pictures
         self._pictured: set[int] = set()
 
-    async def texts(self) -> AsyncGenerator[PageText, None]:
-        """Pages that have text, as soon as each is read. Lines that the layout broke are whole again."""
+    async def pages(self, form: PageForm = "text") -> AsyncGenerator[Page, None]:
+        """All pages, as soon as each is read."""
         self._tell(DocumentOpened(self.document.name, len(self.numbers)))
-        pages = self._reader.pages(self.document, self.numbers)
+        pages = self._reader.pages(self.document, self.numbers, form=form)
         try:
             async for page in pages:
                 self.reports.append(PageReport.of(page))
                 self._tell(PageRead(self.reports[-1], len(self.reports), len(self.numbers)))
+                yield page
+        finally:
+            if isinstance(pages, AsyncGenerator):
+                await pages.aclose()
+
+    async def texts(self) -> AsyncGenerator[PageText, None]:
+        """Pages that have text. Lines that the layout broke are whole again."""
+        async with aclosing(self.pages()) as pages:
+            async for page in pages:
                 if page.problem is not None or page.is_blank:
                     continue
                 if page.text.strip():
@@ -60,9 +72,6 @@ class DocumentReading:
                 elif self._takes_pictures:
                     self._pictured.add(page.number)
                     yield PageText(page.number, "")
-        finally:
-            if isinstance(pages, AsyncGenerator):
-                await pages.aclose()
 
     def require_something_read(self) -> None:
         """Raises `DocumentError` if no page has text and there is another reason than that they are blank."""
@@ -95,11 +104,15 @@ class DocumentReading:
 
     def warnings(self) -> list[str]:
         """What a reader should know about the document beside what it says."""
-        document = self.document
-        page_notes = [f"Page {report.number}: {note}" for report in self.reports for note in report.notes]
-        attachments = [f"Attached to the document and not read: {', '.join(document.attachments)}."]
         unchecked = _about(self._pictured, "was read from its picture alone", "were read from their pictures alone")
-        return [*document.notes, *page_notes, *unchecked, *(attachments if document.attachments else [])]
+        return [*reading_notes(self.document, self.reports), *unchecked]
+
+
+def reading_notes(document: Document, reports: Sequence[PageReport]) -> list[str]:
+    """Notes on a document, on its pages, and on what is attached to it."""
+    page_notes = [f"Page {report.number}: {note}" for report in reports for note in report.notes]
+    attachments = [f"Attached to the document and not read: {', '.join(document.attachments)}."]
+    return [*document.notes, *page_notes, *(attachments if document.attachments else [])]
 
 
 def _about(numbers: Collection[int], singular: str, plural: str) -> list[str]:

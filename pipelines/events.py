@@ -8,6 +8,8 @@ from mmserve.errors import MMServeError
 from mmserve.vision.page_types import Page, TextSource
 
 Stage = Literal["whole", "part", "merge"]
+# Text that a model read off a page's picture has the source vision.
+PageSource = TextSource | Literal["vision"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class PageReport:
     """What was read of a page. `notes` are sentences about it; `problem` says why it could not be read."""
 
     number: int
-    source: TextSource
+    source: PageSource
     is_blank: bool
     problem: MMServeError | None = None
     notes: tuple[str, ...] = ()

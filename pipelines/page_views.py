@@ -6,8 +6,9 @@ from typing import Literal
 from mmserve.errors import RequestError
 from mmserve.pipelines.chunking import PagePicture, PageText
 from mmserve.pipelines.engine_protocol import Prompts
+from mmserve.pipelines.events import PageSource
 from mmserve.vision.image_source import ImageSource, PixelLimits
-from mmserve.vision.page_types import Document, TextSource
+from mmserve.vision.page_types import Document
 from mmserve.vision.sniff import TEXT_TYPE
 
 Mode = Literal["auto", "vision", "text"]
@@ -38,7 +39,7 @@ class PageViews:
         self._limits = limits.or_auto()
         self._budget = budget - MARK_TOKENS
 
-    async def view(self, page: PageText, source: TextSource, num_text_tokens: int) -> PageText:
+    async def view(self, page: PageText, source: PageSource, num_text_tokens: int) -> PageText:
         """Raises `RequestError` for a page that no budget of pixels makes small enough."""
         picture = await self._picture(page.number)
         has_hint = self._mode == "auto" and source == "text_layer"

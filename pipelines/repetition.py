@@ -4,27 +4,42 @@ from collections.abc import Sequence
 
 from mmserve.pipelines.terms import terms_of
 
-_MAX_PERIOD = 64
-_MIN_REPEATED_TOKENS = 24
-_MIN_ROUNDS = 3
 _NEARLY_THE_SAME = 0.8
 
 
 class LoopDetector:
-    """Notices that the end of an answer is the same run of tokens, three times or more."""
+    """Notices that the end of an answer is the same run of at most `max_period` tokens, again and again: at least
+    `min_rounds` times, and `min_tokens` long in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_period: int = 64, min_rounds: int = 3, min_tokens: int = 24) -> None:
+        self._max_period = max_period
+        self._min_rounds = min_rounds
+        self._min_tokens = min_tokens
         self._token_ids: list[int] = []
+        self._period: int | None = None
 
     def push(self, token_ids: Sequence[int]) -> bool:
         """Whether the answer has begun to loop."""
         self._token_ids += token_ids
-        return any(self._repeats(period) for period in range(1, _MAX_PERIOD + 1))
+        self._period = next((n for n in range(1, self._max_period + 1) if self._repeats(n)), None)
+        return self._period is not None
+
+    @property
+    def num_tokens_once(self) -> int:
+        """Tokens up to the end of the first round, where the answer loops; all of them where it does not."""
+        ids, end = self._token_ids, len(self._token_ids)
+        if self._period is None:
+            return end
+        while end > self._period and ids[end - 1] == ids[end - 1 - self._period]:
+            end -= 1
+        return end
 
     def _repeats(self, period: int) -> bool:
-        length = max(_MIN_ROUNDS * period, _MIN_REPEATED_TOKENS)
+        length = max(self._min_rounds * period, self._min_tokens)
+        if len(self._token_ids) < length or self._token_ids[-1] != self._token_ids[-1 - period]:
+            return False
         tail = self._token_ids[-length:]
-        return len(tail) == length and tail[period:] == tail[:-period]
+        return tail[period:] == tail[:-period]
 
 
 class Novelty:

@@ -114,6 +114,9 @@ class Sources:
         """Those of `numbers`, by default of all pages, that were read word for word."""
         return [n for n in (self._texts if numbers is None else numbers) if n in self._texts and n not in self._hearsay]
 
+    def text(self, number: int) -> str:
+        return self._texts[number]
+
     def page(self, number: int) -> SourcePage:
         return _analyse(number, self._texts[number])
 

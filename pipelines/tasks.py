@@ -7,11 +7,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
 from mmserve.errors import RequestError
+from mmserve.pipelines.ask import AskOptions, ask
 from mmserve.pipelines.document import DocumentReader
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, PageReport
+from mmserve.pipelines.extract import ExtractOptions, extract
 from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.task_options import TaskOptions
+from mmserve.pipelines.transcribe import TranscribeOptions, transcribe
 
 TaskName = Literal["summarize", "ask", "extract", "transcribe"]
 
@@ -65,4 +68,11 @@ class Task:
             raise RequestError("invalid_request", f"the options do not fit: {error}") from None
 
 
-TASKS: Mapping[TaskName, Task] = MappingProxyType({"summarize": Task(SummarizeOptions, summarize)})
+TASKS: Mapping[TaskName, Task] = MappingProxyType(
+    {
+        "summarize": Task(SummarizeOptions, summarize),
+        "ask": Task(AskOptions, ask),
+        "extract": Task(ExtractOptions, extract),
+        "transcribe": Task(TranscribeOptions, transcribe),
+    }
+)

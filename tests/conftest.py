@@ -1,1 +1,1 @@
-pytest_plugins = ["suite"]
+pytest_plugins = ["suite", "postgres_server"]

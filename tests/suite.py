@@ -76,3 +76,9 @@ def smollm2_path() -> Path:
     from mmserve.weights.hub import pull
 
     return pull("smollm2-135m")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What programs keep between their runs is not the user's own in tests."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))

@@ -34,6 +34,7 @@ DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in lay
 
 TORCH_LIKE = frozenset({"torch", "torchvision", "transformers", "triton"})
 WITHOUT_TORCH = (
+    "mmserve.jobs",
     "mmserve.pipelines",
     "mmserve.vision.pages",
     "mmserve.vision.image",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, parse_bytes
+from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, parse_bytes, parse_duration
 from mmserve.errors import RequestError, SetupError
 
 LLAMA: dict[str, Any] = {
@@ -60,6 +60,19 @@ def test_parse_bytes_says_how_to_write_a_size(text: str) -> None:
     with pytest.raises(RequestError, match="2GiB") as caught:
         parse_bytes(text)
     assert caught.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("1.5h", 5400), ("30 m", 1800), (" 7D ", 7 * 24 * 3600)]
+)
+def test_parse_duration(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "d", "0", "-1d", "nan", "inf", "7 days", "1w"])
+def test_parse_duration_says_how_to_write_a_time(text: str) -> None:
+    with pytest.raises(RequestError, match="7d"):
+        parse_duration(text)
 
 
 def test_transformers_4_and_5_files_of_one_model_read_alike() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
 from mmserve.errors import DocumentError
 from mmserve.vision.page_types import PageLimits
@@ -17,6 +17,7 @@ from mmserve.vision.page_types import PageLimits
 _ORIENTATION = 0x0112
 _NEW_SUBFILE_TYPE = 254
 _PHOTOMETRIC = 262
+_WHITE_OF_12_BITS = 4095
 _FORMATS = {
     "image/png": "PNG",
     "image/jpeg": "JPEG",
@@ -27,6 +28,7 @@ _FORMATS = {
     "image/avif": "AVIF",
     "image/heic": "HEIF",
 }
+_CODECS_THAT_MAY_LACK = {"image/webp": "webp", "image/avif": "avif"}
 # what a decoder of Pillow raises for bad bytes, besides its own error
 _DECODE_ERRORS = (
     OSError,
@@ -73,6 +75,12 @@ class ImageFile:
             import pi_heif
 
             pi_heif.register_heif_opener(thumbnails=False)
+        codec = _CODECS_THAT_MAY_LACK.get(media_type)
+        if codec is not None and not features.check(codec):
+            raise DocumentError(
+                "unsupported_type",
+                f"{self._name} is {codec.upper()}, which the Pillow here cannot read: save it as PNG",
+            )
         # sizes are checked here, against the limits of this reader
         Image.MAX_IMAGE_PIXELS = None
         with self._decoding("it cannot be opened"):
@@ -82,7 +90,10 @@ class ImageFile:
         """Width and height of a page in pixels, upright."""
         self._seek(number)
         width, height = self._image.size
-        return (height, width) if _orientation(self._image) in (5, 6, 7, 8) else (width, height)
+        # What stands behind the pixels of a PNG is found by reading them.
+        with self._decoding("it is not whole"):
+            is_lying = _orientation(self._image) in (5, 6, 7, 8)
+        return (height, width) if is_lying else (width, height)
 
     def fitted_size(self, number: int, max_pixels: int) -> tuple[int, int]:
         """Width and height of what `pixels` gives, as far as the file's headers tell."""
@@ -97,7 +108,7 @@ class ImageFile:
         with self._decoding("it is not whole"):
             self._image.draft("RGB", _fit(self._image.size, max_pixels))
             self._image.load()
-        return np.asarray(normalise(self._image, max_pixels))
+            return np.asarray(normalise(self._image, max_pixels))
 
     def close(self) -> None:
         self._image.close()
@@ -136,7 +147,8 @@ class ImageFile:
         return frames or [0]
 
     def _frame_notes(self, media_type: str) -> tuple[str, ...]:
-        count = int(getattr(self._image, "n_frames", 1)) if media_type != "image/tiff" else 1
+        with self._decoding("its list of frames is broken"):
+            count = int(getattr(self._image, "n_frames", 1)) if media_type != "image/tiff" else 1
         return (f"The first of {count} frames is read.",) if count > 1 else ()
 
     def _decoding(self, complaint: str) -> AbstractContextManager[None]:
@@ -203,6 +215,8 @@ def _to_common_mode(image: Image.Image) -> Image.Image:
     """To L, RGB or RGBA."""
     if image.mode.startswith("I") or image.mode == "F":
         return _eight_bits(image)
+    if image.mode == "La":
+        image = image.convert("LA")
     if image.has_transparency_data:
         return image if image.mode == "RGBA" else image.convert("RGBA")
     if image.mode == "LAB":
@@ -213,10 +227,13 @@ def _to_common_mode(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Deep grey scaled, not clipped: 16 bits by their range, 32 bits and floats by what they hold."""
+    """Deep grey scaled, not clipped: 16 bits by their range, 32 bits and floats by what they hold.
+
+    Scanners also put 12 bits into 16, which would be nearly black.
+    """
     values = np.asarray(image)
     if image.mode.startswith("I;16"):
-        grey = (values >> 8).astype(np.uint8)
+        grey = (values >> (8 if values.max() > _WHITE_OF_12_BITS else 4)).astype(np.uint8)
         tags: Any = getattr(image, "tag_v2", {})
         is_white_zero = tags.get(_PHOTOMETRIC) == 0
         return Image.fromarray(~grey if is_white_zero else grey)

@@ -1,17 +1,17 @@
 """One page -> its text, from the text layer where that can be trusted, else by OCR. Decided page by page."""
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from mmserve.vision import ink
+from mmserve.vision.hidden_text import HiddenText, leave_out_hidden
 from mmserve.vision.image import RGB, ImageFile
+from mmserve.vision.layer_checks import agrees, mended_lines
 from mmserve.vision.ocr import OcrEngine, OcrText
-from mmserve.vision.page_types import Page, PageLimits
+from mmserve.vision.page_markdown import markdown_of
+from mmserve.vision.page_types import Page, PageForm, PageLimits
 from mmserve.vision.pdf import PdfPage
-from mmserve.vision.pdf_content import HiddenText, PageContent, inspect, leave_out_hidden, uncovered_image_share
+from mmserve.vision.pdf_content import PageContent, inspect, uncovered_image_share
 from mmserve.vision.pdf_lines import lines_of
 from mmserve.vision.reading_order import (
     Line,
@@ -21,7 +21,7 @@ from mmserve.vision.reading_order import (
     text_of,
 )
 from mmserve.vision.text_cleaning import clean_page_text
-from mmserve.vision.text_quality import is_trustworthy
+from mmserve.vision.text_quality import is_doubtful, is_trustworthy
 
 OCR_PIXELS = 6_000_000
 _BLANK_DPI = 100
@@ -30,13 +30,17 @@ _LITTLE_TEXT = 25
 _BARE_IMAGE_SHARE = 0.12
 _NEARLY_BLANK = 0.002
 _RUN_MARGIN = 3.0
-_MIN_AGREEMENT = 0.5
-_NUM_SAMPLES = 4
+_CELL_GAP = 0.75
 # an embedded picture may have more pixels than a page is rendered with: large-format scans in black and white do
 _EMBEDDED_PIXELS_FACTOR = 4
 
 NOTE_HIDDEN = "{} characters of text that cannot be seen on the page were left out."
 NOTE_LAYER_CONTRADICTS = "The invisible text over the scan does not say what the scan shows; the scan was read."
+NOTE_REPLACED_TEXT = "Text that stands for other glyphs does not say what the page shows; the page was read by OCR."
+NOTE_CUT_OFF = "A picture on the page is cut off: its data ends early."
+NOTE_ATTACHED = "Attached to the page and not read: {}."
+NOTE_UNKNOWN_LETTERS = "The text layer lacks some letters, and OCR is off or not installed."
+NOTE_MENDED = "Lines that lack letters in the text layer were read by OCR."
 NOTE_UNREADABLE_LAYER = "The text layer is garbled (a wrong character map)"
 NOTE_PARTLY_OCR = "Pictures on the page were read by OCR."
 NOTE_NO_OCR = "The page is a picture, and OCR is off or not installed."
@@ -54,6 +58,15 @@ class OcrAccess:
     """`engine` gives the loaded engine, raises `OcrNeeded` to have the page come back later, or is None for no OCR."""
 
     engine: Callable[[], OcrEngine] | None
+    form: PageForm = "text"
+
+    def laid_out(self, page: Page, lines: Callable[[], Sequence[Line]]) -> Page:
+        """The page, with its Markdown where that is wanted."""
+        return replace(page, markdown=markdown_of(lines())) if self.form == "markdown" else page
+
+    def missed(self, page: Page, note: str) -> Page:
+        """The page, with a note on what took OCR where it was wanted."""
+        return page if self.form == "picture" else replace(page, notes=(*page.notes, note))
 
 
 def read_image_page(image: ImageFile, number: int, ocr: OcrAccess) -> Page:
@@ -70,20 +83,44 @@ def read_pdf_page(page: PdfPage, number: int, *, ocr: OcrAccess, render: Callabl
     """`render` gives the page's pixels for OCR. Raises `DocumentError`, and what `ocr` raises."""
     content = inspect(page, max_image_pixels=_EMBEDDED_PIXELS_FACTOR * limits.max_pixels)
     hidden = leave_out_hidden(page, content)
-    found = Page(number, width=page.width, height=page.height)
-    if hidden.num_hidden_characters:
-        found = replace(found, notes=(NOTE_HIDDEN.format(hidden.num_hidden_characters),))
+    found = Page(number, width=page.width, height=page.height, notes=_content_notes(page, content, hidden))
     text = _layer_text(page)
     if not text.strip():
         return _read_textless(page, found, render, ocr)
     if not is_trustworthy(text) or page.has_unmapped_text():
         return _read_garbled(found, render, ocr)
-    if hidden.scan_layer and not _layer_agrees(page, hidden, render, ocr):
-        return _read_picture(replace(found, notes=(*found.notes, NOTE_LAYER_CONTRADICTS)), render(), ocr)
-    found = replace(found, text=text, source="text_layer")
+    if is_doubtful(text) and ocr.engine is not None and not agrees(_own_lines(page), page, render(), ocr.engine()):
+        return _read_garbled(found, render, ocr)
+    for lines, note in ((hidden.scan_layer, NOTE_LAYER_CONTRADICTS), (hidden.replaced, NOTE_REPLACED_TEXT)):
+        if lines and ocr.engine is not None and not agrees(lines, page, render(), ocr.engine()):
+            return _read_picture(replace(found, notes=(*found.notes, note)), render(), ocr)
+    found = _with_letters(replace(found, text=text, source="text_layer"), page, render, ocr)
     if hidden.scan_layer:
         return found
     return _add_pictures(page, content, found, render, ocr)
+
+
+def _content_notes(page: PdfPage, content: PageContent, hidden: HiddenText) -> tuple[str, ...]:
+    notes = []
+    if hidden.num_hidden_characters:
+        notes.append(NOTE_HIDDEN.format(hidden.num_hidden_characters))
+    if content.has_cut_off_image:
+        notes.append(NOTE_CUT_OFF)
+    if attachments := page.attachments():
+        notes.append(NOTE_ATTACHED.format(", ".join(attachments)))
+    return tuple(notes)
+
+
+def _with_letters(found: Page, page: PdfPage, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
+    """Lines with letters that the text layer does not know are read from the picture."""
+    if not page.has_unknown_letters():
+        return ocr.laid_out(found, lambda: _layer_lines(page))
+    if ocr.engine is None:
+        return ocr.laid_out(ocr.missed(found, NOTE_UNKNOWN_LETTERS), lambda: _layer_lines(page))
+    lines, turns = mended_lines(page, render(), ocr.engine())
+    upright = [quarter_turned(line, turns) for line in lines]
+    found = replace(found, text=clean_page_text(text_of(upright)), notes=(*found.notes, NOTE_MENDED))
+    return ocr.laid_out(found, lambda: upright)
 
 
 def _layer_text(page: PdfPage) -> str:
@@ -96,19 +133,25 @@ def _layer_text(page: PdfPage) -> str:
     return clean_page_text(text_of([quarter_turned(line, turns) for line in lines]))
 
 
+def _layer_lines(page: PdfPage) -> list[Line]:
+    """Lines of the text layer, upright; cells of a table are lines of their own."""
+    lines, turns = lines_of(page.characters(), cell_gap=_CELL_GAP)
+    return [quarter_turned(replace(line, text=clean_page_text(line.text)), turns) for line in lines]
+
+
 def _read_textless(page: PdfPage, found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
     preview = page.render(page.scale_for(_BLANK_DPI, OCR_PIXELS))
     if ink.ink_share(preview) == 0.0:
         return replace(found, is_blank=True)
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+        return ocr.missed(found, NOTE_NO_OCR)
     ocr.engine()
     return _read_picture(found, render(), ocr)
 
 
 def _read_garbled(found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}, and OCR is off or not installed."))
+        return ocr.missed(found, f"{NOTE_UNREADABLE_LAYER}, and OCR is off or not installed.")
     ocr.engine()
     found = replace(found, notes=(*found.notes, f"{NOTE_UNREADABLE_LAYER}; the page was read by OCR."))
     return _read_picture(found, render(), ocr)
@@ -119,44 +162,19 @@ def _read_picture(found: Page, pixels: RGB, ocr: OcrAccess) -> Page:
     if share == 0.0:
         return replace(found, is_blank=True)
     if ocr.engine is None:
-        return replace(found, notes=(*found.notes, NOTE_NO_OCR))
+        return ocr.missed(found, NOTE_NO_OCR)
     result = ocr.engine().read(pixels)
     text = clean_page_text(text_of(result.lines))
     if not text.strip():
         is_blank = share < _NEARLY_BLANK
         return replace(found, is_blank=is_blank, notes=found.notes if is_blank else (*found.notes, NOTE_NOTHING_READ))
-    return replace(found, text=text, source="ocr", notes=(*found.notes, *_ocr_notes(result)))
+    found = replace(found, text=text, source="ocr", notes=(*found.notes, *_ocr_notes(result)))
+    return ocr.laid_out(found, lambda: result.lines)
 
 
 def _ocr_notes(result: OcrText) -> tuple[str, ...]:
     notes = (NOTE_TURNED,) if result.quarter_turns else ()
     return (*notes, NOTE_UNSURE) if result.confidence < 0.7 else notes
-
-
-def _layer_agrees(page: PdfPage, hidden: HiddenText, render: Callable[[], RGB], ocr: OcrAccess) -> bool:
-    """Whether the longest lines of the layer, read again from the picture, say the same."""
-    if ocr.engine is None:
-        return True
-    engine = ocr.engine()
-    pixels = render()
-    scale = pixels.shape[1] / max(page.width, 1e-6)
-    samples = sorted(hidden.scan_layer, key=lambda line: -len(line.text))[:_NUM_SAMPLES]
-    return float(np.mean([_agreement(line, pixels, scale, engine) for line in samples])) >= _MIN_AGREEMENT
-
-
-def _agreement(line: Line, pixels: RGB, scale: float, engine: OcrEngine) -> float:
-    margin = 0.15 * line.height
-    top, bottom = max(0, int((line.top - margin) * scale)), int((line.bottom + margin) * scale) + 1
-    left, right = max(0, int((line.left - margin) * scale)), int((line.right + margin) * scale) + 1
-    crop = pixels[top:bottom, left:right]
-    if min(crop.shape[:2]) < 4:
-        return 1.0
-    read = engine.read_line(crop)
-    return difflib.SequenceMatcher(None, _letters(line.text), _letters(read), autojunk=False).ratio()
-
-
-def _letters(text: str) -> str:
-    return "".join(character for character in text.casefold() if character.isalnum())
 
 
 def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Callable[[], RGB], ocr: OcrAccess) -> Page:
@@ -168,14 +186,19 @@ def _add_pictures(page: PdfPage, content: PageContent, found: Page, render: Call
     result = engine.read(pixels)
     scale = pixels.shape[1] / max(page.width, 1e-6)
     lines = [_to_points(line, scale) for line in result.lines] if not result.quarter_turns else []
-    own, _ = lines_of(page.characters())
+    own = _own_lines(page)
     extra = [line for line in lines if not any(_overlap(line, other) for other in own)]
     if not extra:
         return found
     text = clean_page_text(text_of([*own, *extra]))
     num_extra = sum(len(line.text) for line in extra)
     source = found.source if num_extra < len(found.text) else "ocr"
-    return replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+    found = replace(found, text=text, source=source, notes=(*found.notes, NOTE_PARTLY_OCR))
+    return ocr.laid_out(found, lambda: [*_layer_lines(page), *extra])
+
+
+def _own_lines(page: PdfPage) -> list[Line]:
+    return lines_of(page.characters())[0]
 
 
 def _may_have_more(page: PdfPage, content: PageContent, found: Page) -> bool:

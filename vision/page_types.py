@@ -9,6 +9,8 @@ from mmserve.errors import MMServeError, RequestError
 OcrName = Literal["auto", "rapidocr", "tesseract", "off"]
 RendererName = Literal["auto", "pdfium", "poppler"]
 TextSource = Literal["text_layer", "ocr", "none"]
+# What is made of pages: text; text and its layout as Markdown; or what can be told without OCR, for who looks himself.
+PageForm = Literal["text", "markdown", "picture"]
 MIB = 1024**2
 
 
@@ -66,6 +68,7 @@ class Page:
     """One page as text. `width` and `height` are points for PDF, pixels for pictures, as a reader sees the page.
 
     A page that could not be read has its reason in `problem` and no text. `notes` are sentences for the user.
+    `markdown` is the text as it is laid out, where pages were asked for in that form.
     """
 
     number: int
@@ -76,6 +79,7 @@ class Page:
     height: float = 0.0
     problem: MMServeError | None = None
     notes: tuple[str, ...] = ()
+    markdown: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What runs in a page worker: a process that opens, reads and renders, and that may die without harm to others."""
 
+import io
 import math
 import os
 import resource
@@ -7,16 +8,19 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
 from pypdfium2 import PdfiumError
 
 from mmserve.errors import DocumentError, MMServeError
 from mmserve.vision.image import RGB, ImageFile
 from mmserve.vision.ocr import OcrEngine, choose_engine, load_engine
 from mmserve.vision.page_reading import OCR_PIXELS, OcrAccess, OcrNeeded, read_image_page, read_pdf_page
-from mmserve.vision.page_types import Document, Page, PageLimits, PageOptions, RenderSettings
+from mmserve.vision.page_types import Document, Page, PageForm, PageLimits, PageOptions, RenderSettings
 from mmserve.vision.pdf import PdfFile
 from mmserve.vision.poppler import render_with_poppler
 from mmserve.vision.process_memory import give_back_memory, heap_bytes, keep_heap_small
@@ -27,6 +31,8 @@ _MAX_KEPT_PIXELS = 20_000_000
 _PARENT_CHECK_SECONDS = 2.0
 _BATCH_SECONDS = 1.0
 _NICENESS = 10
+_MAX_DRAWN_DPI = 600
+_MAX_DRAWN_PIXELS = 16_000_000
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,16 @@ class PageWorker:
             return Opened(file.num_pages, file.attachments())
         return Opened(file.num_pages, notes=file.notes)
 
-    def read_without_ocr(self, document: Document, numbers: Sequence[int]) -> list[Page | None]:
+    def read_without_ocr(self, document: Document, numbers: Sequence[int], form: PageForm) -> list[Page | None]:
         """Pages that need no OCR, as far as they come within a moment; None for those to be read alone."""
         end = time.monotonic() + _BATCH_SECONDS
         return [
-            self._read(document, number, self._no_engine_yet) if time.monotonic() < end else None for number in numbers
+            self._read(document, number, form, self._no_engine_yet) if time.monotonic() < end else None
+            for number in numbers
         ]
 
-    def read_page(self, document: Document, number: int) -> Page:
-        page = self._read(document, number, self._load_engine)
+    def read_page(self, document: Document, number: int, form: PageForm = "text") -> Page:
+        page = self._read(document, number, form, self._load_engine)
         give_back_memory()
         assert page is not None
         return page
@@ -84,12 +91,34 @@ class PageWorker:
             scale = page.scale_for(settings.dpi, settings.max_pixels)
             return math.ceil(page.width * scale), math.ceil(page.height * scale)
 
+    def draw_page(self, document: Document, number: int, width: int) -> bytes:
+        """The page as a PNG, `width` pixels wide, less where it would be too large. Raises `DocumentError`."""
+        if document.media_type == PDF_TYPE:
+            pixels = self._pdf_at_width(document, number, width)
+        else:
+            # Not one of the open files: a decoder that has reduced a picture has nothing larger of it any more.
+            with closing(ImageFile(document.path, document.name, document.media_type, self._limits)) as image:
+                pixels = image.pixels(number, _pixels_at_width(image.size(number), width))
+        drawn = io.BytesIO()
+        Image.fromarray(_at_width(pixels, width)).save(drawn, "PNG")
+        give_back_memory()
+        return drawn.getvalue()
+
+    def _pdf_at_width(self, document: Document, number: int, width: int) -> RGB:
+        file = self._file(document.path, document.name, document.media_type)
+        assert isinstance(file, PdfFile)
+        with file.page(number) as page:
+            # A hair less, so that rounding up does not add a column.
+            scale = (1 - 1e-9) * width / max(page.width, 1.0)
+            return page.render(min(scale, page.scale_for(_MAX_DRAWN_DPI, _MAX_DRAWN_PIXELS)))
+
     def close(self) -> None:
         while self._open_files:
             self._open_files.popitem()[1].close()
 
-    def _read(self, document: Document, number: int, engine: Callable[[], OcrEngine]) -> Page | None:
-        ocr = OcrAccess(engine if self._ocr_name is not None else None)
+    def _read(self, document: Document, number: int, form: PageForm, engine: Callable[[], OcrEngine]) -> Page | None:
+        has_ocr = self._ocr_name is not None and form != "picture"
+        ocr = OcrAccess(engine if has_ocr else None, form)
         try:
             file = self._file(document.path, document.name, document.media_type)
             if isinstance(file, ImageFile):
@@ -149,6 +178,20 @@ class PageWorker:
                 self._ocr_name, num_threads=self._num_ocr_threads, timeout=self._limits.page_timeout
             )
         return self._engine
+
+
+def _pixels_at_width(size: tuple[int, int], width: int) -> int:
+    """How many pixels of a picture of this size to decode where `width` is wanted: twice as wide keeps it sharp."""
+    scale = min(1.0, 2 * width / size[0])
+    return min(math.ceil(size[0] * size[1] * scale**2), _MAX_DRAWN_PIXELS)
+
+
+def _at_width(pixels: RGB, width: int) -> RGB:
+    """The last step to `width`: a picture that is narrower stays as it is."""
+    if pixels.shape[1] <= width:
+        return pixels
+    height = max(1, round(pixels.shape[0] * width / pixels.shape[1]))
+    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.LANCZOS))
 
 
 def _render(file: PdfFile, path: Path, number: int, settings: RenderSettings) -> RGB:

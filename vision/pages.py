@@ -13,7 +13,8 @@ from typing import Self
 
 from mmserve.errors import DocumentError, RequestError
 from mmserve.vision.ocr import choose_engine
-from mmserve.vision.page_types import Document, Page, PageLimits, PageOptions
+from mmserve.vision.page_markdown import escaped_lines
+from mmserve.vision.page_types import Document, Page, PageForm, PageLimits, PageOptions
 from mmserve.vision.poppler import check_poppler
 from mmserve.vision.sniff import TEXT_TYPE, media_type_of
 from mmserve.vision.text_file import read_text_pages, text_page
@@ -55,7 +56,7 @@ class PageReader:
         """What the file is, and how many pages it has.
 
         Raises `DocumentError`: `unsupported_type`, `empty_document`, `corrupt_document`, `password_required`,
-        `body_too_large`, `too_many_pages`, `page_too_large`, `timeout`.
+        `body_too_large`, `too_many_pages`, `page_too_large`, `page_timeout`.
         """
         name = name or path.name
         document = await asyncio.to_thread(self._identify, path, name)
@@ -69,7 +70,9 @@ class PageReader:
             raise error.about(name) from None
         return replace(document, num_pages=opened.num_pages, attachments=opened.attachments, notes=opened.notes)
 
-    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncGenerator[Page]:
+    async def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncGenerator[Page]:
         """Pages in the order of `selection` (1-based numbers, all by default), a few read ahead.
 
         A page that cannot be read comes as a `Page` with its `problem`; the rest still come.
@@ -81,9 +84,10 @@ class PageReader:
         if document.media_type == TEXT_TYPE:
             texts = await asyncio.to_thread(read_text_pages, document.path, document.name)
             for number in numbers:
-                yield text_page(number, texts[number - 1])
+                page = text_page(number, texts[number - 1])
+                yield replace(page, markdown=escaped_lines(page.text)) if form == "markdown" else page
             return
-        reading = _Reading(self._pool, document, numbers, self.limits.page_timeout)
+        reading = _Reading(self._pool, document, numbers, form, self.limits.page_timeout)
         ahead: deque[asyncio.Task[Page]] = deque()
         rest = iter(range(len(numbers)))
         try:
@@ -97,6 +101,22 @@ class PageReader:
             for task in ahead:
                 task.cancel()
             reading.cancel()
+
+    async def draw(self, document: Document, number: int, width: int) -> bytes:
+        """Page `number` (from 1) as a PNG for a person to look at, `width` pixels wide or less.
+
+        Raises `RequestError` for a page that is not there, `DocumentError` for one that cannot be drawn, as all of a
+        text file (`unsupported_type`).
+        """
+        if not 1 <= number <= document.num_pages:
+            raise _no_such_page(number, document.num_pages)
+        if document.media_type == TEXT_TYPE:
+            raise DocumentError("unsupported_type", f"{document.name} is text: it has no pictures of pages")
+        try:
+            drawn: bytes = await self._pool.call("draw_page", document, number, width, timeout=self.limits.page_timeout)
+        except DocumentError as error:
+            raise error.about(f"page {number} of {document.name}") from None
+        return drawn
 
     def close(self) -> None:
         self._pool.close()
@@ -134,10 +154,13 @@ class PageReader:
 class _Reading:
     """One pass over a document: text layers are read a batch at a time, pages that need OCR one at a time."""
 
-    def __init__(self, pool: WorkerPool, document: Document, numbers: list[int], timeout: float) -> None:
+    def __init__(
+        self, pool: WorkerPool, document: Document, numbers: list[int], form: PageForm, timeout: float
+    ) -> None:
         self._pool = pool
         self._document = document
         self._numbers = numbers
+        self._form = form
         self._timeout = timeout
         self._batches: dict[int, asyncio.Task[list[Page | None]]] = {}
 
@@ -160,7 +183,7 @@ class _Reading:
         numbers = self._numbers[batch * _BATCH_PAGES : (batch + 1) * _BATCH_PAGES]
         try:
             pages: list[Page | None] = await self._pool.call(
-                "read_without_ocr", self._document, numbers, timeout=self._timeout, attempts=1
+                "read_without_ocr", self._document, numbers, self._form, timeout=self._timeout, attempts=1
             )
         except DocumentError:
             return [None] * len(numbers)
@@ -168,7 +191,7 @@ class _Reading:
 
     async def _read_alone(self, number: int) -> Page:
         try:
-            page: Page = await self._pool.call("read_page", self._document, number, timeout=self._timeout)
+            page: Page = await self._pool.call("read_page", self._document, number, self._form, timeout=self._timeout)
         except DocumentError as error:
             return Page(number, problem=error.about(f"page {number} of {self._document.name}"))
         return page

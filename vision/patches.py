@@ -1,10 +1,13 @@
 """An image as an encoder takes it, and its way between processes: shared memory, never pickled pixels."""
 
 import contextlib
+import itertools
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import torch
 
@@ -12,6 +15,7 @@ from mmserve.errors import MMServeError
 from mmserve.request import PatchesRef
 
 _SHARED_MEMORY = "/dev/shm"
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -22,23 +26,37 @@ class PixelPatches:
     layout: tuple[int, ...] = ()
 
 
-def share(patches: PixelPatches) -> PatchesRef:
+def new_segment(size_bytes: int, mark: str = "") -> SharedMemory:
+    """A segment whose name begins with `mark`, so that it is found even if its maker dies before it is told of."""
+    name = f"{mark}-{os.getpid()}-{next(_numbers)}" if mark else None
+    return SharedMemory(name, create=True, size=max(size_bytes, 1))
+
+
+def unlink_marked(mark: str, *, but: Iterable[PatchesRef] = ()) -> None:
+    """Give back all segments of this mark but those that are referred to, where the system lists them."""
+    kept = {ref.segment for ref in but}
+    for path in Path(_SHARED_MEMORY).glob(f"{mark}-*"):
+        if path.name not in kept:
+            _unlink(path.name)
+
+
+def share(patches: PixelPatches, mark: str = "") -> PatchesRef:
     """Copy the pixels to a new segment. Whoever gets the reference has to `unlink` it."""
     pixels = patches.pixels.contiguous()
-    segment = SharedMemory(create=True, size=max(pixels.nbytes, 1))
+    segment = new_segment(pixels.nbytes, mark)
     _view(segment, tuple(pixels.shape), pixels.dtype).copy_(pixels)
     name = segment.name
     segment.close()
     return PatchesRef(name, tuple(pixels.shape), str(pixels.dtype).removeprefix("torch."), patches.layout)
 
 
-def share_all(items: list[PixelPatches]) -> tuple[PatchesRef, ...]:
+def share_all(items: list[PixelPatches], mark: str = "") -> tuple[PatchesRef, ...]:
     """All of them or none. Raises `MMServeError` (`insufficient_memory`) where there is no room."""
     require_room(sum(item.pixels.nbytes for item in items))
     refs: list[PatchesRef] = []
     try:
         for item in items:
-            refs.append(share(item))
+            refs.append(share(item, mark))
     except BaseException:
         for ref in refs:
             unlink(ref)
@@ -70,9 +88,15 @@ def load(ref: PatchesRef, device: torch.device | str = "cpu") -> PixelPatches:
 
 def unlink(ref: PatchesRef) -> None:
     """Give the segment back to the system."""
-    segment = SharedMemory(name=ref.segment)
-    segment.close()
-    segment.unlink()
+    _unlink(ref.segment)
+
+
+def _unlink(name: str) -> None:
+    # What clears /dev/shm at a user's logout may have been there before.
+    with contextlib.suppress(FileNotFoundError):
+        segment = SharedMemory(name=name)
+        segment.close()
+        segment.unlink()
 
 
 def num_bytes(ref: PatchesRef) -> int:

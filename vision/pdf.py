@@ -12,18 +12,22 @@ import pypdfium2.raw as pdfium
 from mmserve.errors import DocumentError
 from mmserve.vision.image import RGB
 from mmserve.vision.page_types import PageLimits
-from mmserve.vision.pdf_lines import GENERATED, PlacedCharacter
+from mmserve.vision.pdf_lines import GENERATED, UNKNOWN, PlacedCharacter
 from mmserve.vision.reading_order import Line
 from mmserve.vision.sniff import HEAD_BYTES, pdf_offset
 
 _TAIL_BYTES = 64 * 1024
 _HEADER_WINDOW = 1024
-_WRONG_PASSWORD = 4
+_WRONG_PASSWORD, _UNKNOWN_ENCRYPTION = 4, 5
 _DRAWN_ANNOTATIONS = (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP)
 _MAX_ANNOTATIONS = 2000
 # pdfium maps to whole device pixels: a hundred to the point, measured over 100 points
 _UNITS, _SPAN = 100, 100.0
 _UNICODE_SAMPLES = 100
+_BOLD_WEIGHT = 600
+_MAX_NAME_CHARACTERS = 255
+# pdfium leaves NUL out of bounded text
+_NUL_IN_RANGE = "\ufffe"
 
 
 class PdfFile:
@@ -48,12 +52,18 @@ class PdfFile:
     def _open_error(self, error: pypdfium2.PdfiumError) -> DocumentError:
         if error.err_code == _WRONG_PASSWORD:
             return DocumentError("password_required", f"{self._name} is locked by a password: give an unlocked copy")
+        if error.err_code == _UNKNOWN_ENCRYPTION:
+            return DocumentError(
+                "password_required",
+                f"{self._name} is locked by a certificate or the like: give an unlocked copy",
+            )
         return DocumentError("corrupt_document", f"{self._name} is damaged: it cannot be opened as a PDF")
 
     def attachments(self) -> tuple[str, ...]:
         """Names of embedded files. They are told to the user and never written."""
-        count = min(self._pdf.count_attachments(), 1000)
-        return tuple(self._pdf.get_attachment(index).get_name() for index in range(count))
+        count = min(pdfium.FPDFDoc_GetAttachmentCount(self._pdf), 1000)
+        names = (_attachment_name(pdfium.FPDFDoc_GetAttachment(self._pdf, index)) for index in range(count))
+        return tuple(shown_name(name) for name in names if name is not None)
 
     def page(self, number: int) -> "PdfPage":
         """Raises `DocumentError` (`corrupt_document`) for a page that cannot be loaded."""
@@ -64,6 +74,9 @@ class PdfFile:
                 raw_page = self._pdf[number - 1]
         except pypdfium2.PdfiumError:
             raise DocumentError("corrupt_document", f"page {number} of {self._name} is damaged") from None
+        if min(raw_page.get_width(), raw_page.get_height()) <= 0:
+            raw_page.close()
+            raise DocumentError("corrupt_document", f"page {number} of {self._name} has no area")
         return PdfPage(raw_page)
 
     def close(self) -> None:
@@ -120,15 +133,31 @@ class PdfPage:
 
     def _place(self, textpage: Any, index: int) -> PlacedCharacter:
         code = pdfium.FPDFText_GetUnicode(textpage, index)
-        character = chr(code) if 0 < code < 0x110000 and not 0xD800 <= code < 0xE000 else ""
+        character = UNKNOWN if code == 0 else chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else ""
         rect = pdfium.FS_RECTF()
         if character in GENERATED or not pdfium.FPDFText_GetLooseCharBox(textpage, index, rect):
             return PlacedCharacter(character, None)
-        return PlacedCharacter(character, self.view_box(rect.left, rect.bottom, rect.right, rect.top))
+        is_bold = pdfium.FPDFText_GetFontWeight(textpage, index) >= _BOLD_WEIGHT
+        return PlacedCharacter(character, self.view_box(rect.left, rect.bottom, rect.right, rect.top), is_bold)
 
     def _is_inside(self, box: tuple[float, float, float, float]) -> bool:
         x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
         return -1 <= x <= self.width + 1 and -1 <= y <= self.height + 1
+
+    def has_unknown_letters(self) -> bool:
+        """Whether the character map has nothing, or NUL, for some: often ligatures, within words that read well."""
+        text = self.textpage.get_text_range()
+        if UNKNOWN in text or _NUL_IN_RANGE not in text:
+            return UNKNOWN in text
+        # A hyphen at a line's end may look like that, too.
+        count = self.textpage.count_chars()
+        return any(pdfium.FPDFText_GetUnicode(self.textpage, index) == 0 for index in range(count))
+
+    def attachments(self) -> tuple[str, ...]:
+        """Names of the files that are pinned to the page."""
+        count = min(pdfium.FPDFPage_GetAnnotCount(self.raw), _MAX_ANNOTATIONS)
+        names = (_attached_name(self.raw, index) for index in range(count))
+        return tuple(shown_name(name) for name in names if name is not None)
 
     def has_unmapped_text(self) -> bool:
         """Whether pdfium itself found no Unicode for a tenth of the characters."""
@@ -156,6 +185,12 @@ class PdfPage:
             return np.array(bitmap.to_numpy()[:, :, :3])
         finally:
             bitmap.close()
+
+
+def shown_name(name: str) -> str:
+    """A name that a document gives, as it can be shown: printable and of bounded length."""
+    printable = "".join(character for character in name if character.isprintable())
+    return printable[:_MAX_NAME_CHARACTERS] or "a file without a name"
 
 
 def check_complete(path: Path, name: str) -> None:
@@ -193,8 +228,8 @@ def _draw_annotations(page: Any) -> bool:
     count = min(pdfium.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)
     if not any(_annotation_subtype(page, index) in _DRAWN_ANNOTATIONS for index in range(count)):
         return False
-    result: object = page.flatten()
-    return result == int(pdfium.FLATTEN_SUCCESS)
+    # Not by the helper, which refuses pages of documents without a form.
+    return bool(pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS)
 
 
 def _annotation_subtype(page: Any, index: int) -> int:
@@ -203,6 +238,24 @@ def _annotation_subtype(page: Any, index: int) -> int:
         return int(pdfium.FPDFAnnot_GetSubtype(annotation))
     finally:
         pdfium.FPDFPage_CloseAnnot(annotation)
+
+
+def _attached_name(page: Any, index: int) -> str | None:
+    annotation = pdfium.FPDFPage_GetAnnot(page, index)
+    try:
+        return _attachment_name(pdfium.FPDFAnnot_GetFileAttachment(annotation))
+    finally:
+        pdfium.FPDFPage_CloseAnnot(annotation)
+
+
+def _attachment_name(attachment: Any) -> str | None:
+    """None for an entry in which there is no file."""
+    if not attachment:
+        return None
+    size = pdfium.FPDFAttachment_GetName(attachment, None, 0)
+    buffer = (ctypes.c_ushort * max(size // 2, 1))()
+    pdfium.FPDFAttachment_GetName(attachment, buffer, size)
+    return bytes(buffer).decode("utf-16-le", "ignore").rstrip("\x00")
 
 
 def _view_transform(page: Any, width: float, height: float) -> tuple[float, float, float, float, float, float]:

@@ -1,9 +1,9 @@
-"""What a PDF page is made of: where its pictures are, and which of its text cannot be seen."""
+"""What a PDF page is made of: where its pictures are, and of which of its text it is in doubt whether it is seen."""
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,24 +17,33 @@ Box = tuple[float, float, float, float]
 Matrix = npt.NDArray[np.float64]
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 6
-_MAX_COVERS = 200
+_MAX_PAINTED = 200
 _NEARLY_WHITE = 225
+_PALE = 150
 _NEARLY_CLEAR = 25
 _TINY_POINTS = 1.5
+_NARROW_SHARE = 0.1
 _INVISIBLE_MODES = (pdfium.FPDF_TEXTRENDERMODE_INVISIBLE, pdfium.FPDF_TEXTRENDERMODE_CLIP)
+_STROKE_MODES = (pdfium.FPDF_TEXTRENDERMODE_STROKE, pdfium.FPDF_TEXTRENDERMODE_STROKE_CLIP)
+_OPTIONAL_CONTENT = "OC"
+_MIN_REPLACEMENT_BYTES = 20
+_END_OF_JPEG = b"\xff\xd9"
+_TAIL_BYTES = 1024
+_MAX_CHECKED_BYTES = 64 * 1024**2
 _GRID = 40
-_CHECK_DPI = 100
-_CHECK_PIXELS = 2_000_000
-_INK_CONTRAST = 40
+# Whether a reader sees a text: surely as it seems, perhaps not (clipped, on a ground, in a layer), hardly.
+Doubt = Literal["none", "some", "strong"]
 
 
 @dataclass(frozen=True)
 class TextObject:
+    """`is_replaced`: what it says is not what its glyphs say, but an `/ActualText` beside them."""
+
     raw: Any
     box: Box
-    is_suspect: bool
-    is_invisible_mode: bool
+    doubt: Doubt
     is_tiny: bool
+    is_replaced: bool
 
 
 @dataclass(frozen=True)
@@ -43,61 +52,27 @@ class PageContent:
 
     texts: tuple[TextObject, ...]
     images: tuple[Box, ...]
-
-
-@dataclass(frozen=True)
-class HiddenText:
-    """What was switched off because no reader sees it, and the text that an earlier OCR laid over a scan."""
-
-    num_hidden_characters: int = 0
-    scan_layer: tuple[Line, ...] = ()
+    has_cut_off_image: bool = False
 
 
 def inspect(page: PdfPage, *, max_image_pixels: int) -> PageContent:
     """Raises `DocumentError` (`page_too_large`) for an embedded picture that would decode to more."""
     texts: list[TextObject] = []
     images: list[Box] = []
-    covers: list[tuple[int, Box]] = []
+    painted: list[Box] = []
+    is_cut_off = False
     for raw, kind, matrix in _walk(page.raw, None, 0, [_MAX_OBJECTS]):
         box = _view_box(page, raw, matrix)
         if kind == pdfium.FPDF_PAGEOBJ_TEXT:
-            texts.append(_text_object(raw, box))
+            texts.append(_text_object(raw, box, is_in_form=matrix is not None))
         elif kind == pdfium.FPDF_PAGEOBJ_IMAGE:
             _check_image(raw, max_image_pixels)
+            is_cut_off = is_cut_off or _is_cut_off(raw)
             images.append(box)
-            covers.append((len(texts), box))
-        elif kind == pdfium.FPDF_PAGEOBJ_PATH and texts and len(covers) < _MAX_COVERS and _is_filled(raw):
-            covers.append((len(texts), box))
-    return PageContent(tuple(_mark_covered(texts, covers)), tuple(images))
-
-
-def leave_out_hidden(page: PdfPage, content: PageContent) -> HiddenText:
-    """Switch off the text that leaves no trace on the picture of the page; its absence is the proof.
-
-    Text that was laid invisibly over a scan stays on, where there is ink under it.
-    """
-    suspects = [text for text in content.texts if text.is_suspect]
-    if not suspects:
-        return HiddenText()
-    # pdfium gives the strings of objects only while they are on
-    strings = {id(text): _object_text(page.textpage, text.raw) for text in suspects}
-    scale = page.scale_for(_CHECK_DPI, _CHECK_PIXELS)
-    before = page.render(scale)
-    _activate(page, suspects, False)
-    after = page.render(scale)
-    tiny_is_usual = all(text.is_tiny for text in content.texts)
-    hidden: list[TextObject] = []
-    layer: list[TextObject] = []
-    for text in suspects:
-        region = _region(text.box, scale)
-        leaves_trace = bool((before[region] != after[region]).any())
-        if leaves_trace and (tiny_is_usual or not text.is_tiny):
-            continue
-        over_scan = not leaves_trace and any(_covers(image, text.box) for image in content.images)
-        (layer if over_scan and _has_contrast(before[region]) else hidden).append(text)
-    _activate(page, [text for text in suspects if text not in hidden], True)
-    num_hidden = sum(len(strings[id(text)].strip()) for text in hidden)
-    return HiddenText(num_hidden, tuple(Line(strings[id(text)].strip(), *text.box) for text in layer))
+            painted.append(box)
+        elif kind == pdfium.FPDF_PAGEOBJ_SHADING or (kind == pdfium.FPDF_PAGEOBJ_PATH and _is_filled(raw)):
+            painted.append(box)
+    return PageContent(tuple(_doubt_where_painted(texts, painted)), tuple(images), is_cut_off)
 
 
 def uncovered_image_share(page: PdfPage, images: tuple[Box, ...], runs: list[Line]) -> float:
@@ -162,44 +137,93 @@ def _view_box(page: PdfPage, raw: Any, matrix: Matrix | None) -> Box:
     return page.view_box(float(low[0]), float(low[1]), float(high[0]), float(high[1]))
 
 
-def _text_object(raw: Any, box: Box) -> TextObject:
+def _text_object(raw: Any, box: Box, *, is_in_form: bool) -> TextObject:
+    marks = _marks(raw)
+    is_tiny = min(box[3] - box[1], box[2] - box[0]) > 0 and _is_tiny(raw, box)
+    doubt = "strong" if is_tiny else _doubt_by_paint(raw)
+    may_be_cut = is_in_form or _OPTIONAL_CONTENT in marks or _is_clipped(raw)
+    is_replaced = any(length >= _MIN_REPLACEMENT_BYTES for length in marks.values())
+    return TextObject(raw, box, "some" if doubt == "none" and may_be_cut else doubt, is_tiny, is_replaced)
+
+
+def _doubt_by_paint(raw: Any) -> Doubt:
     mode = pdfium.FPDFTextObj_GetTextRenderMode(raw)
+    if mode in _INVISIBLE_MODES:
+        return "strong"
+    get_color = pdfium.FPDFPageObj_GetStrokeColor if mode in _STROKE_MODES else pdfium.FPDFPageObj_GetFillColor
     red, green, blue, alpha = (ctypes.c_uint() for _ in range(4))
-    has_color = pdfium.FPDFPageObj_GetFillColor(raw, red, green, blue, alpha)
-    lightest = min(red.value, green.value, blue.value)
-    is_pale = bool(has_color) and (lightest >= _NEARLY_WHITE or alpha.value <= _NEARLY_CLEAR)
-    is_tiny = min(box[3] - box[1], box[2] - box[0]) > 0 and _font_height(raw, box) < _TINY_POINTS
-    is_invisible = mode in _INVISIBLE_MODES
-    return TextObject(raw, box, is_invisible or is_pale or is_tiny, is_invisible, is_tiny)
+    if not get_color(raw, red, green, blue, alpha):
+        return "some"
+    darkest = min(red.value, green.value, blue.value)
+    if darkest >= _NEARLY_WHITE or alpha.value <= _NEARLY_CLEAR:
+        return "strong"
+    return "some" if darkest > _PALE or alpha.value <= _PALE else "none"
 
 
-def _font_height(raw: Any, box: Box) -> float:
-    """The smaller side of a text's box: its height, whichever way it runs; a lone point or dash is told by its font."""
+def _is_tiny(raw: Any, box: Box) -> bool:
+    """The smaller side of a text's box is its height, whichever way it runs; a lone point or dash is told by its font.
+
+    Letters that are pressed together to a line are tiny, too.
+    """
     size = ctypes.c_float()
     pdfium.FPDFTextObj_GetFontSize(raw, size)
     matrix = _matrix(raw)
-    return float(max(size.value * np.hypot(matrix[1, 0], matrix[1, 1]), min(box[3] - box[1], box[2] - box[0])))
+    along, up = np.hypot(matrix[0, 0], matrix[0, 1]), np.hypot(matrix[1, 0], matrix[1, 1])
+    height = max(size.value * up, min(box[3] - box[1], box[2] - box[0]))
+    return bool(height < _TINY_POINTS or along < _NARROW_SHARE * up)
 
 
-def _mark_covered(texts: list[TextObject], covers: list[tuple[int, Box]]) -> list[TextObject]:
-    """Text under something that was painted later (a black bar, a picture) is suspect too."""
-    if not texts or not covers:
+def _is_clipped(raw: Any) -> bool:
+    return bool(pdfium.FPDFClipPath_CountPaths(pdfium.FPDFPageObj_GetClipPath(raw)) > 0)
+
+
+def _marks(raw: Any) -> dict[str, int]:
+    """The marks of content that an object stands in, and how many bytes of text each says instead of it."""
+    marks: dict[str, int] = {}
+    for index in range(max(0, pdfium.FPDFPageObj_CountMarks(raw))):
+        mark = pdfium.FPDFPageObj_GetMark(raw, index)
+        used = ctypes.c_ulong()
+        buffer = (ctypes.c_ushort * 64)()
+        pdfium.FPDFPageObjMark_GetName(mark, buffer, ctypes.sizeof(buffer), used)
+        name = bytes(buffer)[: min(used.value, ctypes.sizeof(buffer))].decode("utf-16-le", "ignore").rstrip("\x00")
+        length = ctypes.c_ulong()
+        pdfium.FPDFPageObjMark_GetParamStringValue(mark, b"ActualText", None, 0, length)
+        marks[name] = max(length.value, marks.get(name, 0))
+    return marks
+
+
+def _doubt_where_painted(texts: list[TextObject], painted: list[Box]) -> list[TextObject]:
+    """Text under what was painted later (a black bar, a picture), or of the colour of what it stands on."""
+    if not texts or not painted:
         return texts
     boxes = np.array([text.box for text in texts])
-    covered = np.zeros(len(texts), dtype=np.bool_)
-    for num_before, (left, top, right, bottom) in covers:
-        earlier = boxes[:num_before]
-        centers_x, centers_y = earlier[:, [0, 2]].mean(axis=1), earlier[:, [1, 3]].mean(axis=1)
-        covered[:num_before] |= (left <= centers_x) & (centers_x <= right) & (top <= centers_y) & (centers_y <= bottom)
+    centers_x, centers_y = boxes[:, [0, 2]].mean(axis=1), boxes[:, [1, 3]].mean(axis=1)
+    touched = np.full(len(texts), len(painted) > _MAX_PAINTED)
+    for left, top, right, bottom in painted[:_MAX_PAINTED]:
+        touched |= (left <= centers_x) & (centers_x <= right) & (top <= centers_y) & (centers_y <= bottom)
     return [
-        TextObject(text.raw, text.box, text.is_suspect or bool(under), text.is_invisible_mode, text.is_tiny)
-        for text, under in zip(texts, covered, strict=True)
+        replace(text, doubt="some") if is_touched and text.doubt == "none" else text
+        for text, is_touched in zip(texts, touched, strict=True)
     ]
 
 
 def _is_filled(raw: Any) -> bool:
     fill, stroke = ctypes.c_int(), ctypes.c_int()
     return bool(pdfium.FPDFPath_GetDrawMode(raw, fill, stroke)) and fill.value != pdfium.FPDF_FILLMODE_NONE
+
+
+def _is_cut_off(raw: Any) -> bool:
+    """Whether a JPEG has no end. pdfium draws what there is of it, and the rest in grey."""
+    name = ctypes.create_string_buffer(16)
+    count = pdfium.FPDFImageObj_GetImageFilterCount(raw)
+    if count != 1 or not pdfium.FPDFImageObj_GetImageFilter(raw, 0, name, 16) or name.value != b"DCTDecode":
+        return False
+    size = pdfium.FPDFImageObj_GetImageDataRaw(raw, None, 0)
+    if not 0 < size <= _MAX_CHECKED_BYTES:
+        return False
+    data = ctypes.create_string_buffer(size)
+    pdfium.FPDFImageObj_GetImageDataRaw(raw, data, size)
+    return _END_OF_JPEG not in bytes(memoryview(data)[-_TAIL_BYTES:])
 
 
 def _check_image(raw: Any, max_image_pixels: int) -> None:
@@ -210,30 +234,3 @@ def _check_image(raw: Any, max_image_pixels: int) -> None:
         raise DocumentError(
             "page_too_large", f"the page holds a picture of {width.value} x {height.value} pixels: scale it down"
         )
-
-
-def _activate(page: PdfPage, texts: list[TextObject], active: bool) -> None:
-    for text in texts:
-        pdfium.FPDFPageObj_SetIsActive(text.raw, active)
-    page.forget_text()
-
-
-def _object_text(textpage: Any, raw: Any) -> str:
-    size = pdfium.FPDFTextObj_GetText(raw, textpage, None, 0)
-    buffer = (ctypes.c_ushort * max(size // 2, 1))()
-    pdfium.FPDFTextObj_GetText(raw, textpage, buffer, size)
-    return bytes(buffer).decode("utf-16-le", "ignore").rstrip("\x00")
-
-
-def _region(box: Box, scale: float) -> tuple[slice, slice]:
-    left, top, right, bottom = (max(0, round(side * scale)) for side in box)
-    return slice(top, max(bottom, top + 1)), slice(left, max(right, left + 1))
-
-
-def _covers(image: Box, box: Box) -> bool:
-    x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-    return image[0] <= x <= image[2] and image[1] <= y <= image[3]
-
-
-def _has_contrast(pixels: npt.NDArray[np.uint8]) -> bool:
-    return pixels.size > 0 and int(pixels.max()) - int(pixels.min()) > _INK_CONTRAST

@@ -1,14 +1,13 @@
 """A decoded picture on its way to whoever cuts it for the encoder: the pixels in shared memory, and the plan."""
 
 from dataclasses import dataclass
-from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 
 from mmserve.request import PatchesRef
 from mmserve.vision.image import RGB
 from mmserve.vision.image_plan import ImagePlan
-from mmserve.vision.patches import require_room
+from mmserve.vision.patches import new_segment, require_room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +18,13 @@ class PictureRef(PatchesRef):
     item: int
 
 
-def share_picture(pixels: RGB, plan: ImagePlan) -> tuple[PictureRef, ...]:
+def share_picture(pixels: RGB, plan: ImagePlan, mark: str = "") -> tuple[PictureRef, ...]:
     """One reference a planned item, all to one new segment, which whoever gets them has to `unlink`.
 
     Raises `MMServeError` (`insufficient_memory`) where there is no room.
     """
     require_room(pixels.nbytes)
-    segment = SharedMemory(create=True, size=pixels.nbytes)
+    segment = new_segment(pixels.nbytes, mark)
     np.ndarray(pixels.shape, pixels.dtype, segment.buf)[:] = pixels
     name = segment.name
     segment.close()

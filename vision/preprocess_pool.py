@@ -7,9 +7,11 @@ wait, in their order, while those before them hold all the room there is: host m
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import threading
 import time
+import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -24,7 +26,7 @@ from mmserve.vision.decoded_picture import DecodedPicture, PictureSource
 from mmserve.vision.image_plan import ImagePlan, ImageProcessor, plan_image, settings_digest
 from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import PageLimits, PageOptions
-from mmserve.vision.patches import num_bytes, unlink
+from mmserve.vision.patches import num_bytes, unlink, unlink_marked
 from mmserve.vision.picture_threads import PictureThreads
 from mmserve.vision.preprocess_worker import PixelsOn, Processed
 from mmserve.vision.worker_pool import WorkerEntry, WorkerPool, reader_closed
@@ -37,11 +39,12 @@ _SETTLE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class PlannedImage:
-    """A picture, the budget that was given for it, and what became of both."""
+    """A picture, the budget that was given for it, and what became of both. Only pictures of one salt are shared."""
 
     source: PictureSource
     limits: PixelLimits
     plan: ImagePlan
+    salt: bytes = b""
 
 
 @dataclass
@@ -92,12 +95,15 @@ class PreprocessPool:
         self._threads = PictureThreads(self.num_workers)
         self._settings_digest = settings_digest(self.processor, self.device_type if self._on_device else "cpu")
         self._room = Room(self.capacity_bytes)
-        self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._sizes: OrderedDict[tuple[bytes, bytes], tuple[int, int]] = OrderedDict()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._bytes_per_token = 0.0
         # `close` may run in another thread than the event loop.
         self._lock = threading.RLock()
         self._is_closed = False
+        # Short: some systems take names of 30 characters.
+        self._mark = f"mm-{uuid.uuid4().hex[:8]}"
+        self._numbers = itertools.count()
 
     @property
     def num_bytes(self) -> int:
@@ -112,21 +118,21 @@ class PreprocessPool:
     def _on_device(self) -> bool:
         return self.pixels_on == "device"
 
-    async def plan(self, source: PictureSource, limits: PixelLimits) -> PlannedImage:
-        """What the picture becomes, by its size alone: no pixel is decoded.
+    async def plan(self, source: PictureSource, limits: PixelLimits, salt: bytes = b"") -> PlannedImage:
+        """What the picture becomes, by its size alone: no pixel is decoded. `salt` has 64 bytes at most.
 
         Raises `DocumentError` for a file that cannot be read, `RequestError` for a shape that no encoder takes.
         """
-        width, height = await self._size(source)
-        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits))
+        width, height = await self._size(source, salt)
+        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits), salt)
 
-    async def _size(self, source: PictureSource) -> tuple[int, int]:
+    async def _size(self, source: PictureSource, salt: bytes) -> tuple[int, int]:
         if isinstance(source, DecodedPicture):
             return await self._threads.read(source)
-        size = self._sizes.get(source.digest)
+        size = self._sizes.get((source.digest, salt))
         if size is None:
             size = await self._call(source, "measure", source)
-            self._sizes[source.digest] = size
+            self._sizes[source.digest, salt] = size
             while len(self._sizes) > _MAX_KNOWN_SIZES:
                 self._sizes.popitem(last=False)
         return size
@@ -155,9 +161,9 @@ class PreprocessPool:
                     self._release(digest)
 
     def digest(self, image: PlannedImage) -> bytes:
-        """Identity of a picture's patches: of its source, and of all that decides its pixels."""
+        """Identity of a picture's patches: of its source, of all that decides its pixels, and of who may share them."""
         parts = (image.source.digest, self._settings_digest, image.plan.digest)
-        return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+        return hashlib.blake2b(b"".join(parts), digest_size=16, key=image.salt).digest()
 
     def close(self) -> None:
         """End the processes and give all shared memory back; what is under way ends with `shutting_down`."""
@@ -171,6 +177,7 @@ class PreprocessPool:
         with self._lock:
             while self._entries:
                 _unlink(self._entries.popitem()[1].segments)
+        unlink_marked(self._mark)
 
     def _entry_point(self) -> WorkerEntry:
         from mmserve.vision.preprocess_worker import start_preprocess_worker
@@ -224,18 +231,26 @@ class PreprocessPool:
 
     async def _processed(self, image: PlannedImage) -> Processed:
         source, plan = image.source, image.plan
-        processed: Processed
         if isinstance(source, ImageSource):
-            processed = await self._call(source, "process", source, plan, image.limits)
-            return processed
+            return await self._call_to_share(source, "process", source, plan, image.limits)
         started = time.perf_counter()
         refs = await self._threads.share(source, plan)
         if self._on_device:
             return Processed(plan, refs, time.perf_counter() - started)
         try:
-            processed = await self._call(source, "cut", refs[0], plan)
+            return await self._call_to_share(source, "cut", refs[0], plan)
         finally:
             unlink(refs[0])
+
+    async def _call_to_share(self, source: PictureSource, method: str, *args: object) -> Processed:
+        """A call that shares pixels; what a worker that was ended in the midst of it had shared is given back."""
+        mark = f"{self._mark}-{next(self._numbers)}"
+        segments: tuple[PatchesRef, ...] = ()
+        try:
+            processed: Processed = await self._call(source, method, *args, mark)
+            segments = processed.segments
+        finally:
+            unlink_marked(mark, but=segments)
         return processed
 
     async def _call(self, source: PictureSource, method: str, *args: object) -> Any:

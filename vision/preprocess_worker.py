@@ -17,7 +17,7 @@ from mmserve.vision.page_types import PageLimits, PageOptions
 from mmserve.vision.page_workers import PageWorker, take_place
 from mmserve.vision.patches import load, share_all
 from mmserve.vision.picture_ref import share_picture
-from mmserve.vision.process_memory import give_back_memory
+from mmserve.vision.process_memory import give_back_memory, is_out_of_memory
 
 # Where pictures are scaled, normalised and cut: in a worker, or by the engine on its device.
 PixelsOn = Literal["worker", "device"]
@@ -49,33 +49,36 @@ class PreprocessWorker:
         """Width and height, as far as headers tell. Raises `DocumentError`."""
         return self._pages.image_size(source.document, source.page, PICTURE_SETTINGS)
 
-    def process(self, source: ImageSource, plan: ImagePlan, limits: PixelLimits) -> Processed:
-        """Pixels as `plan` says; where a header has lied about the size, by a plan for the true one."""
+    def process(self, source: ImageSource, plan: ImagePlan, limits: PixelLimits, mark: str) -> Processed:
+        """Pixels as `plan` says; where a header has lied about the size, by a plan for the true one.
+
+        `mark` begins the names of the segments.
+        """
         started = time.perf_counter()
         with _within_memory():
             drawn = self._pages.render_page(source.document, source.page, PICTURE_SETTINGS)
             height, width = drawn.shape[:2]
             if (width, height) != (plan.width, plan.height):
                 plan = plan_image(self._processor, width, height, limits)
-            refs = self._share(drawn, plan)
+            refs = self._share(drawn, plan, mark)
         return Processed(plan, refs, time.perf_counter() - started)
 
-    def cut(self, picture: PatchesRef, plan: ImagePlan) -> Processed:
+    def cut(self, picture: PatchesRef, plan: ImagePlan, mark: str) -> Processed:
         """A decoded picture, which its owner has shared and will unlink, as patches."""
         started = time.perf_counter()
         with _within_memory():
-            refs = share_all(self._processor.process(load(picture).pixels, plan))
+            refs = share_all(self._processor.process(load(picture).pixels, plan), mark)
         return Processed(plan, refs, time.perf_counter() - started)
 
     def close(self) -> None:
         self._pages.close()
 
-    def _share(self, drawn: RGB, plan: ImagePlan) -> tuple[PatchesRef, ...]:
+    def _share(self, drawn: RGB, plan: ImagePlan, mark: str) -> tuple[PatchesRef, ...]:
         if self._pixels_on == "device":
-            return share_picture(drawn, plan)
+            return share_picture(drawn, plan, mark)
         # What Pillow decoded cannot be written, and torch warns of that.
         pixels = torch.from_numpy(drawn if drawn.flags.writeable else drawn.copy())
-        return share_all(self._processor.process(pixels, plan))
+        return share_all(self._processor.process(pixels, plan), mark)
 
 
 @contextmanager
@@ -83,8 +86,7 @@ def _within_memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # torch's allocator raises RuntimeError where memory ends
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise DocumentError("page_too_large", "it takes more memory than one picture may") from None
     finally:

@@ -48,6 +48,11 @@ def give_back_memory() -> None:
         trim(0)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch's allocators raise RuntimeError, of a kind of its own on a GPU alone."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "alloc" in str(error))
+
+
 @functools.cache
 def _c_function(name: str) -> Callable[..., int] | None:
     """A function of the C library, None where it has no such."""

@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class Line:
     top: float
     right: float
     bottom: float
+    is_bold: bool = False
 
     @property
     def width(self) -> float:
@@ -33,6 +35,10 @@ class Line:
         return (self.left + self.right) / 2, (self.top + self.bottom) / 2
 
 
+def is_right_to_left(character: str) -> bool:
+    return unicodedata.bidirectional(character) in ("R", "AL")
+
+
 def text_of(lines: Sequence[Line]) -> str:
     """Columns one after another, top to bottom; what stands side by side in a table becomes one line of text."""
     return "\n".join("  ".join(line.text for line in row) for row in rows_in_order(lines))
@@ -43,7 +49,7 @@ def quarter_turned(line: Line, turns: int) -> Line:
     left, top, right, bottom = line.left, line.top, line.right, line.bottom
     for _ in range(turns % 4):
         left, top, right, bottom = top, -right, bottom, -left
-    return Line(line.text, left, top, right, bottom)
+    return Line(line.text, left, top, right, bottom, line.is_bold)
 
 
 def rows_in_order(lines: Sequence[Line]) -> list[list[Line]]:
@@ -51,10 +57,11 @@ def rows_in_order(lines: Sequence[Line]) -> list[list[Line]]:
         return []
     split = _split_at_gutter(lines)
     if split is not None:
-        return rows_in_order(split[0]) + rows_in_order(split[1])
+        first, second = reversed(split) if _run_to_the_left(lines) else split
+        return rows_in_order(first) + rows_in_order(second)
     bands = _bands(lines)
     if len(bands) == 1:
-        return _rows(lines)
+        return rows_of(lines)
     return [row for band in bands for row in rows_in_order(band)]
 
 
@@ -105,7 +112,8 @@ def _is_column(lines: Sequence[Line], total_width: float) -> bool:
     return is_long_enough and statistics.median(line.width for line in lines) >= _MIN_COLUMN_SHARE * total_width
 
 
-def _rows(lines: Sequence[Line]) -> list[list[Line]]:
+def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
+    """What stands side by side, from the left; from the top."""
     rows: list[list[Line]] = []
     for line in sorted(lines, key=lambda line: line.center[1]):
         last = rows[-1][-1] if rows else None
@@ -113,4 +121,13 @@ def _rows(lines: Sequence[Line]) -> list[list[Line]]:
             rows[-1].append(line)
         else:
             rows.append([line])
-    return [sorted(row, key=lambda line: line.left) for row in rows]
+    return [_along(row) for row in rows]
+
+
+def _along(row: Sequence[Line]) -> list[Line]:
+    return sorted(row, key=lambda line: line.left, reverse=_run_to_the_left(row))
+
+
+def _run_to_the_left(lines: Sequence[Line]) -> bool:
+    letters = [is_right_to_left(character) for line in lines for character in line.text if character.isalpha()]
+    return 2 * sum(letters) > len(letters)

@@ -1,5 +1,6 @@
 """What a file is, by its content. Names lie: a JPEG called .pdf is read as a JPEG, HTML called .pdf is refused."""
 
+import codecs
 import re
 from pathlib import Path
 
@@ -43,6 +44,7 @@ _UNSUPPORTED: tuple[tuple[bytes, str], ...] = (
 _MARKUP = re.compile(
     rb"\s*(?:<!--.*?-->\s*)*<(!doctype\s+html|html|head|body|script|\?xml|svg|!doctype)\b", re.I | re.S
 )
+_WIDE_ENCODINGS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 _ALLOWED_CONTROLS = frozenset(b"\t\n\r\f\x1b\x08")
 _SUPPORTED = "PDF, PNG, JPEG, WebP, TIFF, GIF, BMP, AVIF, HEIC or plain text"
 
@@ -56,6 +58,7 @@ def media_type_of(path: Path, name: str) -> str:
         head = file.read(HEAD_BYTES)
     if not head:
         raise DocumentError("empty_document", f"{name} is empty (0 bytes)")
+    head = _in_one_byte(head)
     found = _binary_type(head) or (TEXT_TYPE if _looks_like_text(head) else None)
     if found is None:
         raise DocumentError("unsupported_type", f"{name} is {_describe(head)}; give {_SUPPORTED}")
@@ -96,11 +99,17 @@ def _iso_type(head: bytes) -> str | None:
     return next((_ISO_BRANDS[brand] for brand in (specific or known)), None)
 
 
+def _in_one_byte(head: bytes) -> bytes:
+    """The head of a text in UTF-16 as UTF-8, so that markup is seen in it; any other as it is."""
+    encoding = _WIDE_ENCODINGS.get(head[:2])
+    if encoding is None or head[2:4] == b"\0\0":
+        return head
+    return head[2 : len(head) // 2 * 2].decode(encoding, "ignore").encode()
+
+
 def _looks_like_text(head: bytes) -> bool:
     if _MARKUP.match(head.removeprefix(b"\xef\xbb\xbf")) or any(head.startswith(s) for s, _ in _UNSUPPORTED):
         return False
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return True
     if any(byte < 32 and byte not in _ALLOWED_CONTROLS for byte in head):
         return False
     try:

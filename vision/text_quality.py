@@ -12,6 +12,7 @@ _MIN_LETTERS = 8
 _MIN_LETTERS_FOR_FREQUENCIES = 120
 _CASED_SCRIPTS = frozenset(("LATIN", "CYRILLIC", "GREEK", "ARMENIAN"))
 _MIN_LIKENESS = 0.72
+_MIN_LIKENESS_OF_LITTLE = 0.65
 # per cent, averaged over English, German, French, Spanish, Italian, Portuguese, Dutch and Polish prose
 _LETTER_SHARES = (
     "a8.7 b1.4 c3.4 d4.3 e14 f1.2 g1.8 h2.1 i7.8 j.7 k1.2 l4.4 m2.8 n7.6 o6.6 p2.6 q.5 r6.4 s6.3 t6.4 u4.2 v1.4"
@@ -29,6 +30,13 @@ def is_trustworthy(text: str) -> bool:
     counts = Counter(text)
     is_odd = _share_of_odd(counts) > 0.08 or _share_of_rare_letters(counts) > 0.15 or _share_of_odd_words(text) > 0.3
     return not is_odd and not _is_misdecoded(text, counts) and _reads_as_words(counts)
+
+
+def is_doubtful(text: str) -> bool:
+    """Whether there is too little text to be judged, and what there is reads unlike words: codes, or a wrong map."""
+    bare = _bare_letters(Counter(text))
+    is_little = _MIN_LETTERS <= bare.total() < _MIN_LETTERS_FOR_FREQUENCIES
+    return is_little and _likeness_to_words(bare) < _MIN_LIKENESS_OF_LITTLE
 
 
 def _share_of_odd(counts: Counter[str]) -> float:
@@ -74,17 +82,26 @@ def _is_misdecoded(text: str, counts: Counter[str]) -> bool:
 
 def _reads_as_words(counts: Counter[str]) -> bool:
     """A map shifted by a few places keeps letters and spaces; only their frequencies tell (not for lists of codes)."""
+    bare = _bare_letters(counts)
+    num_alphanumeric = sum(count for c, count in counts.items() if c.isalnum())
+    if bare.total() < _MIN_LETTERS_FOR_FREQUENCIES or bare.total() < 0.5 * num_alphanumeric:
+        return True
+    return _likeness_to_words(bare) >= _MIN_LIKENESS
+
+
+def _bare_letters(counts: Counter[str]) -> Counter[str]:
+    """Latin letters in lower case, without their accents."""
     bare: Counter[str] = Counter()
     for character, count in counts.items():
         letter = unicodedata.normalize("NFD", character.lower())[:1]
         if letter in _LETTER_FREQUENCIES:
             bare[letter] += count
-    num_alphanumeric = sum(count for c, count in counts.items() if c.isalnum())
-    if bare.total() < _MIN_LETTERS_FOR_FREQUENCIES or bare.total() < 0.5 * num_alphanumeric:
-        return True
+    return bare
+
+
+def _likeness_to_words(bare: Counter[str]) -> float:
     dot = sum(bare[letter] * share for letter, share in _LETTER_FREQUENCIES.items())
-    norms = math.hypot(*bare.values()) * math.hypot(*_LETTER_FREQUENCIES.values())
-    return dot / norms >= _MIN_LIKENESS
+    return dot / (math.hypot(*bare.values()) * math.hypot(*_LETTER_FREQUENCIES.values()))
 
 
 def _num_letters(counts: Counter[str]) -> int:

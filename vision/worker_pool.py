@@ -1,4 +1,8 @@
-"""Page workers as processes: a crash, a hang or a bomb costs the one task that caused it."""
+"""Page workers as processes: a crash, a hang or a bomb costs the one task that caused it.
+
+pebble tells a task whose process died. Where one dies with nothing to do, or cannot start, it gives the whole pool up
+and all that waits: those tasks are no one's fault, and go to a new pool.
+"""
 
 import asyncio
 import logging
@@ -6,14 +10,16 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
-from mmserve.errors import DocumentError, EngineError, MMServeError
+from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError, frames_of
 from mmserve.vision.page_types import PageLimits, PageOptions
 
 _MAX_OCR_THREADS = 4
+_MAX_POOLS = 3
 _CRASH = "reading it made the reader crash or run out of memory"
 logger = logging.getLogger(__name__)
 
@@ -30,6 +36,15 @@ class WorkerEntry:
 
     start: Callable[..., Worker]
     arguments: tuple[Any, ...]
+
+
+class WorkerFault(Exception):
+    """What a worker did not foresee: `kind` of exception, and where. Its words stay there: they may quote the page."""
+
+    def __init__(self, kind: str, frames: str) -> None:
+        super().__init__(kind, frames)
+        self.kind = kind
+        self.frames = frames
 
 
 class WorkerPool:
@@ -54,30 +69,43 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     async def call(self, method: str, *args: object, timeout: float, attempts: int = 2) -> Any:
-        """One call of a worker's method; tried again where the worker dies or exceeds `timeout` seconds.
+        """One call of a worker's method; tried again where the worker dies, but not where it exceeds `timeout` seconds.
 
-        Raises `DocumentError`: `timeout`, or `corrupt_document` for a task that kills its worker each time.
+        Raises `DocumentError`: `page_timeout`, or `corrupt_document` for a task that kills its worker each time. Raises
+        `SetupError` where no worker can be started.
         """
         from pebble.common import ProcessExpired
 
-        failure = DocumentError("corrupt_document", _CRASH)
         for _ in range(attempts):
             try:
-                return await asyncio.wrap_future(self._schedule(method, args, timeout))
+                return await self._run(method, args, timeout)
             except TimeoutError:
-                failure = DocumentError("timeout", f"reading it took more than {timeout:g} seconds")
+                logger.warning("a page worker was ended: %s took more than %g seconds", method, timeout)
+                raise DocumentError("page_timeout", f"reading it took more than {timeout:g} seconds") from None
             except ProcessExpired:
-                failure = DocumentError("corrupt_document", _CRASH)
+                logger.warning("a page worker died in %s", method)
             except MMServeError:
                 raise
             except asyncio.CancelledError:
                 raise self._cancellation() from None
+            except WorkerFault as fault:
+                logger.error("a page worker failed in %s: %s\n%s", method, fault.kind, fault.frames)
+                raise DocumentError("corrupt_document", f"the reader failed on it ({fault.kind})") from None
             except Exception as error:
                 if self._is_closed:
                     raise reader_closed() from None
-                logger.exception("a page worker failed in %s", method)
+                logger.error("a page worker failed in %s: %s", method, frames_of(error))
                 raise DocumentError("corrupt_document", f"the reader failed on it ({type(error).__name__})") from None
-        raise failure
+        raise DocumentError("corrupt_document", _CRASH)
+
+    async def _run(self, method: str, args: tuple[object, ...], timeout: float) -> Any:
+        """One attempt, in as many pools as it takes until one holds."""
+        for _ in range(_MAX_POOLS):
+            try:
+                return await asyncio.wrap_future(self._schedule(method, args, timeout))
+            except BrokenProcessPool:
+                logger.warning("the page workers died before they had begun with %s; others are started", method)
+        raise SetupError("internal_error", "the processes that read pages cannot be started: the log says why")
 
     def _cancellation(self) -> BaseException:
         """What a cancelled call means: the caller's own wish, or that `close` has ended the processes."""
@@ -102,8 +130,12 @@ class WorkerPool:
             if self._is_closed:
                 raise reader_closed()
             if self._pool is None or not self._pool.active:
-                self._pool = self._start()
-            future: Any = self._pool.schedule(_call_worker, args=(method, *args), timeout=timeout)
+                self._replace_pool()
+            try:
+                future: Any = self._pool.schedule(_call_worker, args=(method, *args), timeout=timeout)
+            except RuntimeError as error:
+                # It has ended since it was looked at.
+                raise BrokenProcessPool(str(error)) from None
             self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future
@@ -113,6 +145,12 @@ class WorkerPool:
 
         num_threads = min(_MAX_OCR_THREADS, max(1, (os.cpu_count() or 1) // self._num_workers))
         return WorkerEntry(start_page_worker, (self._limits, self._options, num_threads))
+
+    def _replace_pool(self) -> None:
+        broken, self._pool = self._pool, self._start()
+        if broken is not None:
+            # Its other processes; that may take seconds, and nobody waits for it.
+            threading.Thread(target=broken.join, name="end-page-workers", daemon=True).start()
 
     def _start(self) -> Any:
         from pebble import ProcessPool
@@ -139,7 +177,12 @@ def _start_worker(start: Callable[..., Worker], arguments: tuple[Any, ...]) -> N
 
 def _call_worker(method: str, *args: object) -> Any:
     """One call of a method of this process' worker."""
-    return getattr(_worker, method)(*args)
+    try:
+        return getattr(_worker, method)(*args)
+    except MMServeError:
+        raise
+    except Exception as error:
+        raise WorkerFault(type(error).__name__, frames_of(error)) from None
 
 
 def reader_closed() -> EngineError:

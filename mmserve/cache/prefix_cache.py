@@ -18,7 +18,10 @@ class CachedBlock:
 
 
 def block_hash(parent_hash: bytes, token_ids: Sequence[int], start: int, images: Sequence[ImageSpan] = ()) -> bytes:
-    """Hash of a block that starts at token `start`: its tokens, all before it, and every image that it overlaps."""
+    """Hash of a block that starts at token `start`: its tokens, all before it, and every image that it overlaps.
+
+    The parent of a prompt's first block is the salt of its cache: empty, or whatever keeps it apart from others.
+    """
     digest = hashlib.blake2b(parent_hash, digest_size=16)
     digest.update(array("q", token_ids).tobytes())
     stop = start + len(token_ids)

@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from mmserve.commands.documents import started_engine
 from mmserve.commands.options import EngineOptions, SamplingOptions, VisionOptions, with_option_groups
 from mmserve.commands.progress import printable, show_log
 from mmserve.errors import RequestError
-from mmserve.request import SamplingParams
+from mmserve.request import SamplingParams, StructuredOutput
 from mmserve.vision.image_source import ImageSource
 from mmserve.vision.page_types import PageLimits
 from mmserve.vision.sniff import TEXT_TYPE
@@ -46,6 +46,9 @@ def chat(
             "--image", "-i", metavar="FILE", help="Picture or PDF that the first question is about; repeatable."
         ),
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answers are JSON that follows this JSON Schema.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only answers and errors on the terminal.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more, with tracebacks.")] = False,
     sampling: SamplingOptions = CHAT_SAMPLING,
@@ -63,10 +66,13 @@ def chat(
       mmserve chat
       mmserve chat "What is a purchase order?" --temperature 0
       mmserve chat "Put this plainly:" < notes.txt
+      mmserve chat "Who is billed, and for how much?" --json-schema bill.json < invoice.txt
       mmserve chat --model Qwen/Qwen2.5-VL-3B-Instruct --image receipt.jpg "What is the total?"
     """
     show_log(verbose=verbose)
     params = sampling.to_params()
+    if json_schema is not None:
+        params = replace(params, structured=_structured(json_schema))
     vision.to_limits()
     question = _question(prompt)
     if hub.is_demo(engine.model) and not quiet:
@@ -85,6 +91,17 @@ def chat(
             runner.run(conversation.answer(question))
         else:
             _converse(conversation, runner)
+
+
+def _structured(path: Path) -> StructuredOutput:
+    """Raises `RequestError` for a file that is no JSON Schema."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            "invalid_schema", f"--json-schema {path} cannot be read: {error}", param="json_schema"
+        ) from None
+    return StructuredOutput(kind="json_schema", text=text, lenient=True, param="--json-schema")
 
 
 async def _open_pictures(paths: Sequence[Path], prompts: "PromptBuilder") -> list[Part]:

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from mmserve.commands.outputs import (
     failure_report,
 )
 from mmserve.commands.progress import BAR_TITLE, Display, show_log
+from mmserve.commands.remote import RemoteServer, ServerOptions
 from mmserve.errors import RequestError
 from mmserve.pipelines.batch import BatchOptions, BatchTotals, Source, file_digest, run_batch
 from mmserve.weights import hub
@@ -45,7 +46,7 @@ _IN, _OUT, _RUN = "Which documents", "Results", "Running"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchCommandOptions:
+class BatchCommandOptions(ServerOptions):
     """Which files, where results go, and what happens on the way."""
 
     recursive: Annotated[bool, _option(_IN, "--recursive", "-r", help="Go into subfolders.")] = False
@@ -70,6 +71,9 @@ class BatchCommandOptions:
     ] = None
     jobs: Annotated[int, _option(_RUN, "--jobs", "-j", min=1, help="Documents worked on at once.")] = 4
     timeout: Annotated[float | None, _option(_RUN, metavar="SECONDS", help="Time that a document may take.")] = None
+    retries: Annotated[
+        int, _option(_RUN, min=0, help="Try a document again where that may help: an overload, a time limit.")
+    ] = BatchOptions.retries
     fail_fast: Annotated[bool, _option(_RUN, "--fail-fast", help="Stop at the first document that fails.")] = False
     dry_run: Annotated[bool, _option(_RUN, "--dry-run", help="Say what would be done, and do nothing.")] = False
     quiet: Annotated[
@@ -79,6 +83,7 @@ class BatchCommandOptions:
 
     def check(self) -> None:
         """Raises `RequestError` for options that do not go together."""
+        super().check()
         if self.output_dir is None and (self.resume or self.force):
             raise RequestError("invalid_request", "--resume and --force need --output-dir", param="output_dir")
         if self.resume and self.force:
@@ -98,11 +103,14 @@ class Task:
 
     `options` tells apart what would give other results. `start` makes the function that does one document, of the
     engine, the reader of pages and the builder of prompts; what it tells the callback is shown to the user meanwhile.
+    `start_remote` makes the one that has a server do it, of the server and the fields of its form beside the task's
+    own.
     """
 
     name: str
     options: str
     start: "Callable[[EngineClient, PageReader, PromptBuilder, Callable[[str], None]], Worker]"
+    start_remote: Callable[[RemoteServer, Mapping[str, Any], Callable[[str], None]], Worker] | None = None
 
 
 @dataclass(frozen=True)
@@ -147,10 +155,13 @@ def run_task(paths: list[Path], task: Task, files: BatchCommandOptions, options:
 def _output_folder(task: Task, files: BatchCommandOptions, options: TaskOptions) -> OutputFolder | None:
     if files.output_dir is None:
         return None
-    identity = repr((task.name, task.options, *options.identity))
+    where = options.identity if files.server is None else (files.server, options.engine.model, *options.identity[-1:])
+    identity = repr((task.name, task.options, *where))
     folder = OutputFolder(files.output_dir, files.format, options=identity)
     if files.resume:
         folder.load_journal()
+    if not files.dry_run:
+        folder.remove_leftovers()
     return folder
 
 
@@ -191,12 +202,21 @@ def _print_plan(finder: DocumentFinder, folder: OutputFolder | None) -> None:
 
 
 def _is_done(folder: OutputFolder, source: Source) -> bool:
-    if source.problem is not None:
-        # It may be a pipe, which would be waited for.
-        return False
-    with contextlib.suppress(OSError):
-        return folder.is_done(source, file_digest(source.path))
-    return False
+    digest = _digest(source)
+    return digest is not None and folder.is_done(source, digest)
+
+
+def _was_done(sink: DocumentSink, source: Source) -> bool:
+    digest = _digest(source)
+    return digest is not None and sink.is_done(source, digest)
+
+
+def _digest(source: Source) -> str | None:
+    """None for what cannot be read. A source with a problem may be a pipe, which would be waited for."""
+    if source.problem is None:
+        with contextlib.suppress(OSError):
+            return file_digest(source.path)
+    return None
 
 
 class _Run:
@@ -209,7 +229,9 @@ class _Run:
         self._files = files
         self._finder = finder
         self._folder = folder
-        self._batch_options = BatchOptions(jobs=files.jobs, timeout=files.timeout, fail_fast=files.fail_fast)
+        self._batch_options = BatchOptions(
+            jobs=files.jobs, timeout=files.timeout, fail_fast=files.fail_fast, retries=files.retries
+        )
         self._totals = BatchTotals()
         self._display = Display(quiet=files.quiet)
 
@@ -225,7 +247,7 @@ class _Run:
             sink = DocumentSink(self._folder, printer, report, self._display)
             stack.enter_context(ending_like_interrupted())
             with self._saying_when_interrupted():
-                self._run_batch(self._not_done(sources), sink, options)
+                self._run_batch(self._not_done(sources, sink), sink, options)
         self._finish()
 
     def _printer(self) -> ResultPrinter:
@@ -234,19 +256,21 @@ class _Run:
         is_silent = files.quiet and files.output_dir is not None
         return ResultPrinter(files.format, is_single=self._finder.is_single, is_silent=is_silent, around_write=around)
 
-    def _not_done(self, sources: Iterable[Source]) -> Iterator[Source]:
+    def _not_done(self, sources: Iterable[Source], sink: DocumentSink) -> Iterator[Source]:
         """The sources from the first that an earlier run has not done: often there is none, and no model is needed."""
         remaining = iter(sources)
         for source in remaining:
-            if self._folder is None or not _is_done(self._folder, source):
+            if self._folder is None or not _was_done(sink, source):
                 return itertools.chain([source], remaining)
             self._totals.num_skipped += 1
-            self._display.advance()
         return iter(())
 
     def _run_batch(self, sources: Iterator[Source], sink: DocumentSink, options: TaskOptions) -> None:
         first = next(sources, None)
         if first is None:
+            return
+        if self._files.server is not None:
+            asyncio.run(self._work_remotely(itertools.chain([first], sources), sink, options))
             return
         if hub.is_demo(options.engine.model):
             self._display.note(hub.DEMO_NOTICE)
@@ -276,6 +300,22 @@ class _Run:
         async with reader:
             self._display.describe(BAR_TITLE)
             await run_batch(sources, start(), sink, self._batch_options, self._totals)
+
+    async def _work_remotely(self, sources: Iterable[Source], sink: DocumentSink, options: TaskOptions) -> None:
+        start_remote, files = self._task.start_remote, self._files
+        if start_remote is None:
+            raise RequestError("invalid_request", f"no server does {self._task.name}", param="server")
+        is_default = options.engine.model == EngineOptions.model
+        fields = {
+            "model": None if is_default else options.engine.model,
+            "no_cache": files.no_cache or None,
+            "max_pixels": options.vision.max_pixels,
+            "min_pixels": options.vision.min_pixels,
+        }
+        async with RemoteServer.connected(files, num_connections=files.jobs) as server:
+            self._display.describe(BAR_TITLE)
+            work = start_remote(server, fields, self._display.describe)
+            await run_batch(sources, work, sink, self._batch_options, self._totals)
 
     def _outcome(self) -> str:
         totals = self._totals

@@ -135,6 +135,10 @@ class EngineOptions:
     engine_process: Annotated[
         bool, _engine("--engine-process/--engine-thread", help="Run the engine in a process or a thread of its own.")
     ] = EngineConfig.use_process
+    max_engine_restarts: Annotated[
+        int,
+        _engine(min=0, help="How often in ten minutes an engine process that dies is started again."),
+    ] = EngineConfig.max_engine_restarts
 
     def to_config(self) -> EngineConfig:
         """Raises `RequestError` (`invalid_request`) naming the option at fault."""
@@ -150,6 +154,7 @@ class EngineOptions:
             seed=self.seed,
             num_threads=self.num_threads,
             use_process=self.engine_process,
+            max_engine_restarts=self.max_engine_restarts,
             enforce_eager=self.enforce_eager,
             async_scheduling=self.async_scheduling,
             cache=CacheConfig(
@@ -180,9 +185,18 @@ class DocumentOptions:
     page_workers: Annotated[int, _pages(min=1, help="Processes that read pages.")] = 2
     max_pages: Annotated[int, _pages(help="Refuse documents of more pages.")] = PageLimits.max_pages
     max_file_bytes: Annotated[str, _pages(metavar="SIZE", help="Refuse larger files.")] = "200MiB"
+    max_page_pixels: Annotated[int, _pages(help="Refuse pictures of more pixels, and draw no page larger.")] = (
+        PageLimits.max_pixels
+    )
+    page_timeout: Annotated[float, _pages(help="Seconds that the work on one page may take.")] = PageLimits.page_timeout
 
     def to_limits(self) -> PageLimits:
-        return PageLimits(max_pages=self.max_pages, max_bytes=parse_bytes(self.max_file_bytes))
+        return PageLimits(
+            max_pages=self.max_pages,
+            max_bytes=parse_bytes(self.max_file_bytes),
+            max_pixels=self.max_page_pixels,
+            page_timeout=self.page_timeout,
+        )
 
     def open_reader(self) -> "PageReader":
         """A reader with these options; close it when done. Raises `RequestError` naming the option at fault."""

@@ -1,13 +1,14 @@
 """What the commands that do something with documents have in common: options on what is read, and how one is done."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mmserve.commands.documents import Task, Worker
+from mmserve.commands.remote import RemoteResult, RemoteServer, form_fields
 from mmserve.pipelines.batch import Source
 from mmserve.pipelines.events import Event, PageRead, RequestSubmitted
 from mmserve.pipelines.page_views import Mode
@@ -39,14 +40,17 @@ class ReadingOptions:
     ] = "auto"
 
 
-def options_for(name: "TaskName", given: ReadingOptions, max_pages: int) -> "TaskOptions":
-    """Raises `RequestError` for what is wrong whatever the document: better before the model is loaded."""
+def options_for(name: "TaskName", given: ReadingOptions, max_pages: int, **more: Any) -> "TaskOptions":
+    """`more` are the task's options that are given in another way than the command's.
+
+    Raises `RequestError` for what is wrong whatever the document: better before the model is loaded.
+    """
     from mmserve.pipelines.tasks import TASKS
     from mmserve.vision.pages import parse_page_selection
 
     if given.pages is not None:
         parse_page_selection(given.pages, max_pages)
-    return TASKS[name].options(dataclasses.asdict(given))
+    return TASKS[name].options({**dataclasses.asdict(given), **more})
 
 
 def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
@@ -75,10 +79,30 @@ def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
 
         return work
 
-    return Task(name, repr(options), start)
+    def start_remote(server: RemoteServer, more: Mapping[str, Any], tell: Callable[[str], None]) -> Worker:
+        fields = form_fields(options, **more)
+
+        async def work(source: Source) -> RemoteResult:
+            def on_progress(kind: str, data: dict[str, Any]) -> None:
+                step = describe_remote(kind, data, doing)
+                if step is not None:
+                    tell(f"{source.path.name[:MAX_NAME_SHOWN]}: {step}")
+
+            return await server.run(name, source, fields, on_progress)
+
+        return work
+
+    return Task(name, repr(options), start, start_remote)
 
 
 def describe(event: Event, doing: str) -> str | None:
     if isinstance(event, PageRead):
         return f"page {event.num_read} of {event.num_pages}"
     return doing if isinstance(event, RequestSubmitted) else None
+
+
+def describe_remote(kind: str, data: Mapping[str, Any], doing: str) -> str | None:
+    """The same of an event that a server sent."""
+    if kind == PageRead.kind:
+        return f"page {data.get('num_read')} of {data.get('num_pages')}"
+    return doing if kind == RequestSubmitted.kind else None

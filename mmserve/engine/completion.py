@@ -35,7 +35,10 @@ class Completion(CompletionDelta):
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """Seconds, as seen by the front end, of one finished, failed or abandoned answer."""
+    """Seconds, as seen by the front end, of one finished, failed or abandoned answer. `started` is `time.monotonic`'s.
+
+    `encoder_seconds` are of the steps that encoded its pictures, other requests' in the same steps included.
+    """
 
     queue_seconds: float
     time_to_first_token: float | None
@@ -44,6 +47,8 @@ class RequestTimings:
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason
+    encoder_seconds: float = 0.0
+    started: float = 0.0
 
 
 class AnswerBuilder:
@@ -57,6 +62,7 @@ class AnswerBuilder:
         self._started = time.monotonic()
         self._token_times: list[float] = []
         self._queue_seconds = 0.0
+        self._encoder_seconds = 0.0
         self._num_cached_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._ended: float | None = None
@@ -64,9 +70,10 @@ class AnswerBuilder:
     def push(self, output: TokenOutput) -> CompletionDelta:
         """The delta of one output. Raises what the engine says against the request."""
         if output.failure is not None:
-            raise as_exception(output.failure)
+            raise _as_request_exception(output.failure)
         if output.token_ids:
-            self._queue_seconds, self._num_cached_tokens = output.queue_seconds, output.num_cached_tokens
+            self._queue_seconds, self._encoder_seconds = output.queue_seconds, output.encoder_seconds
+            self._num_cached_tokens = output.num_cached_tokens
             self._token_times += [time.monotonic()] * len(output.token_ids)
         text = "" if self._detokenizer is None else self._detokenizer.push(self._visible_ids(output))
         finish_reason, stop_reason = self._end(output)
@@ -100,6 +107,8 @@ class AnswerBuilder:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=len(times),
             finish_reason=self._finish_reason or "abort",
+            encoder_seconds=self._encoder_seconds,
+            started=self._started,
         )
 
     def _visible_ids(self, output: TokenOutput) -> Sequence[int]:
@@ -131,6 +140,12 @@ def merge_deltas(deltas: Sequence[CompletionDelta]) -> Completion:
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
     )
+
+
+def _as_request_exception(failure: RequestFailure) -> MMServeError:
+    """What one request lacked may be there for the next one: no reason to call the machine unfit."""
+    error = as_exception(failure)
+    return EngineError(error.code, error.message, param=error.param) if isinstance(error, SetupError) else error
 
 
 def as_exception(failure: RequestFailure) -> MMServeError:

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import torch
@@ -18,6 +19,12 @@ _PAGE = (1240, 1754)
 # After so many, lengths that come often have what is made for them alone.
 _NUM_WARM_UPS = 5
 
+Seconds = Callable[[], float]
+
+
+def no_time() -> float:
+    return 0.0
+
 
 class EncoderRunner:
     def __init__(self, model: object, cache: EncoderCache, pixels: PixelLoader, device: torch.device) -> None:
@@ -31,21 +38,23 @@ class EncoderRunner:
     def reads_images(self) -> bool:
         return isinstance(self._model, VisionLanguageModel)
 
-    def encode(self, images: Rows[ImageSpan]) -> None:
-        """All images of a step in one packed batch, into the encoder cache."""
+    def encode(self, images: Rows[ImageSpan]) -> Seconds:
+        """All images of a step in one packed batch, into the encoder cache; its seconds, to be asked after it."""
         self._count_done()
         if not images:
-            return
+            return no_time
         num_tokens = sum(image.length for image in images)
         if self._device.type == "cuda":
             start = record_event(self._device, enable_timing=True)
             self._encode(images)
             end = record_event(self._device, enable_timing=True)
             self._timed.append((num_tokens, start, end))
-        else:
-            started = time.perf_counter()
-            self._encode(images)
-            self.cache.work.add(num_tokens, time.perf_counter() - started)
+            return lambda: start.elapsed_time(end) / 1000
+        started = time.perf_counter()
+        self._encode(images)
+        seconds = time.perf_counter() - started
+        self.cache.work.add(num_tokens, seconds)
+        return lambda: seconds
 
     @torch.inference_mode()
     def warm_up(self, max_encoder_tokens: int) -> None:

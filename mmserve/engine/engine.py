@@ -1,16 +1,24 @@
 """The loop's one step: schedule, run, update."""
 
+import logging
 from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.config import EngineConfig
-from mmserve.engine.messages import EngineReady, EngineRequest, RequestFailure, StepOutput, TokenOutput
+from mmserve.engine.messages import EngineReady, EngineRequest, RequestFailure, StepOutput, TokenOutput, as_failure
 from mmserve.engine.model_runner import ModelRunner, PendingStep, choose_device
 from mmserve.engine.sampler import check_token_ids
 from mmserve.engine.scheduler import ScheduledBatch, Scheduler
-from mmserve.errors import MMServeError, RequestError
+from mmserve.engine.structured import GrammarCompiler, Matcher
+from mmserve.errors import EngineError, MMServeError, RequestError
 from mmserve.request import Sequence
 from mmserve.weights.checkpoint import Checkpoint, open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+# How long a step with nothing to do waits for a grammar: new requests are looked at after that.
+_IDLE_SECONDS = 0.005
 
 
 class Engine:
@@ -30,12 +38,15 @@ class Engine:
         self._runner.warm_up()
         self._vocab_size = self._runner.model_config.vocab_size
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
+        eos_token_ids = self._runner.model_config.eos_token_ids
+        self._grammars = GrammarCompiler(checkpoint.tokenizer, self._vocab_size, eos_token_ids)
+        self._compiling: dict[str, tuple[Sequence, Future[Matcher]]] = {}
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
             num_blocks=self._runner.kv_cache.num_blocks,
             max_model_len=self._runner.max_model_len,
-            eos_token_ids=self._runner.model_config.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             encoder_cache=encoder_cache,
         )
 
@@ -56,29 +67,62 @@ class Engine:
         """Queue a request. One that is refused gets its answer at once: an output that carries the failure."""
         try:
             self._check(request)
-            self.scheduler.add(_sequence(request))
+            sequence = _sequence(request)
+            self.scheduler.add(sequence)
         except MMServeError as error:
-            failure = RequestFailure(error.code, error.message, error.param)
-            return TokenOutput(request.request_id, finish_reason="error", failure=failure)
+            return TokenOutput(request.request_id, finish_reason="error", failure=as_failure(error))
+        if request.params.structured is not None:
+            self._compiling[request.request_id] = sequence, self._grammars.submit(request.params.structured)
         return None
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Free everything that a request holds; None if it is not known any more."""
+        if (compiling := self._compiling.pop(request_id, None)) is not None:
+            compiling[1].cancel()
         return TokenOutput(request_id, finish_reason="abort") if self.scheduler.abort(request_id) else None
 
     def step(self) -> StepOutput:
         """Launch a batch, and take the results of the oldest in flight; on a GPU that is the one before.
 
-        There is nothing of both where all that may run sent itself back for want of blocks: the next step goes on.
+        There is nothing of both where all that may run sent itself back for want of blocks: the next step goes on. A
+        batch that the runner refuses ends with an error for its own requests.
         """
+        outputs = self._take_compiled()
         batch = self.scheduler.schedule()
         if batch.sequences:
-            self._in_flight.append((batch, self._runner.run(batch)))
-        if len(self._in_flight) <= (self._runner.num_steps_ahead if batch.sequences else 0):
-            return StepOutput((), self.scheduler.stats())
-        finished, step = self._in_flight.popleft()
-        outputs = self.scheduler.update(finished, step.take())
+            try:
+                self._in_flight.append((batch, self._runner.run(batch)))
+            except EngineError as error:
+                outputs += self._give_up(batch, error)
+                batch = ScheduledBatch()
+        if len(self._in_flight) > (self._runner.num_steps_ahead if batch.sequences else 0):
+            finished, step = self._in_flight.popleft()
+            outputs += self.scheduler.update(finished, step.take(), step.encoder_seconds)
         return StepOutput(tuple(outputs), self.scheduler.stats())
+
+    def _give_up(self, batch: ScheduledBatch, error: EngineError) -> list[TokenOutput]:
+        request_ids = self.scheduler.give_up(batch)
+        logger.error("%d requests failed: %s", len(request_ids), error)
+        failure = as_failure(error)
+        return [TokenOutput(request_id, finish_reason="error", failure=failure) for request_id in request_ids]
+
+    def _take_compiled(self) -> list[TokenOutput]:
+        """Let sequences run whose grammar is compiled; what is said to those whose grammar cannot be."""
+        if not self._compiling:
+            return []
+        scheduler = self.scheduler
+        if not (self._in_flight or scheduler.running) and len(scheduler.waiting) == len(self._compiling):
+            wait([future for _, future in self._compiling.values()], _IDLE_SECONDS, FIRST_COMPLETED)
+        refused = []
+        for request_id, (sequence, future) in tuple(self._compiling.items()):
+            if future.done():
+                del self._compiling[request_id]
+                error = future.exception()
+                if error is None:
+                    sequence.matcher = future.result()
+                else:
+                    refused.append(scheduler.refuse(sequence, _compile_failure(error)))
+        return refused
 
     def _check(self, request: EngineRequest) -> None:
         if not request.prompt_token_ids:
@@ -95,6 +139,13 @@ class Engine:
         check_token_ids(request.params, self._vocab_size)
 
 
+def _compile_failure(error: BaseException) -> RequestFailure:
+    if isinstance(error, MMServeError):
+        return as_failure(error)
+    logger.error("a grammar could not be compiled", exc_info=error)
+    return RequestFailure("internal_error", "what the answer has to look like could not be compiled")
+
+
 def _sequence(request: EngineRequest) -> Sequence:
     return Sequence(
         request.request_id,
@@ -103,4 +154,5 @@ def _sequence(request: EngineRequest) -> Sequence:
         seed=request.seed,
         images=request.images,
         arrival_time=request.arrival_time,
+        cache_salt=request.cache_salt,
     )

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mmserve.errors import ErrorCode
+from mmserve.errors import ErrorCode, MMServeError
 from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One sequence to generate (`params.n` was already fanned out by the client)."""
+    """One sequence to generate (`params.n` was already fanned out by the client).
+
+    Only requests of the same `cache_salt` share blocks of the prefix cache.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -18,6 +21,7 @@ class EngineRequest:
     seed: int = 0
     images: tuple[ImageSpan, ...] = ()
     arrival_time: float = 0.0
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class RequestFailure:
     param: str | None = None
 
 
+def as_failure(error: MMServeError) -> RequestFailure:
+    return RequestFailure(error.code, error.message, error.param)
+
+
 # A tuple, since there is one for every token of every sequence: making a frozen dataclass takes twice as long.
 class TokenOutput(NamedTuple):
     """What a step added to one sequence. The last one carries `finish_reason`; `queue_seconds` comes with the first."""
@@ -61,6 +69,7 @@ class TokenOutput(NamedTuple):
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
     failure: RequestFailure | None = None
+    encoder_seconds: float = 0.0
 
 
 class EngineStats(NamedTuple):
@@ -116,4 +125,13 @@ class Pong:
     number: int
 
 
-FromEngine = StepOutput | EngineReady | EngineFailed | Pong
+@dataclass(frozen=True)
+class LogLine:
+    """What the engine's process has to say in the log, for the front end to write: `level` is a number of logging."""
+
+    level: int
+    logger: str
+    message: str
+
+
+FromEngine = StepOutput | EngineReady | EngineFailed | Pong | LogLine

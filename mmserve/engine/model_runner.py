@@ -11,13 +11,13 @@ from mmserve.attention.torch_backend import TorchAttention
 from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import DTypeName, EngineConfig, ModelConfig
-from mmserve.engine.encoder_runner import EncoderRunner
+from mmserve.engine.encoder_runner import EncoderRunner, Seconds, no_time
 from mmserve.engine.memory import cache_bytes, fit_context, wanted_context
 from mmserve.engine.sampler import PendingTokens, Sampler
 from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.engine.step_inputs import InputBuilder, StepInputs
 from mmserve.engine.warm_up import warm_up_batches
-from mmserve.errors import SetupError
+from mmserve.errors import EngineError, SetupError
 from mmserve.kernels.transfer import to_device
 from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
@@ -26,7 +26,7 @@ from mmserve.quantization.registry import choose_scheme
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.vision.pixel_loader import PixelLoader
 from mmserve.vision.preprocess import load_processor
-from mmserve.vision.process_memory import keep_freed_memory
+from mmserve.vision.process_memory import is_out_of_memory, keep_freed_memory
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 
 
 class PendingStep:
-    """A step that was launched; `take` waits for its tokens."""
+    """A step that was launched; `take` waits for its tokens. `encoder_seconds` are known when it was computed."""
 
-    def __init__(self, request_ids: list[str], tokens: PendingTokens | None) -> None:
+    def __init__(self, request_ids: list[str], tokens: PendingTokens | None, encoding: Seconds = no_time) -> None:
         self._request_ids = request_ids
         self._tokens = tokens
+        self.encoder_seconds = encoding
 
     def take(self) -> Mapping[str, SampledToken]:
         """By request, for those whose last token was reached."""
@@ -91,10 +92,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> PendingStep:
-        """One step: write K and V of every scheduled token, and sample where a sequence's last token was reached."""
+        """One step: write K and V of every scheduled token, and sample where a sequence's last token was reached.
+
+        Raises `EngineError` for what costs this batch alone: `insufficient_memory`, or pixels that are gone.
+        """
         if not batch.sequences:
             return PendingStep([], None)
-        self.encoder.encode(batch.images)
+        try:
+            return self._launch(batch)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(batch) from error
+        except FileNotFoundError as error:
+            message = "a picture's pixels are gone from shared memory: does another program clear /dev/shm?"
+            raise EngineError("internal_error", message) from error
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
+        encoder_seconds = self.encoder.encode(batch.images)
         inputs = self._inputs.build(batch.sequences, self._sampled_rows)
         sampling = inputs.sampling
         best: torch.Tensor | None
@@ -103,14 +118,25 @@ class ModelRunner:
         else:
             hidden = self._forward(inputs)
             if not sampling:
-                return PendingStep([], None)
+                return PendingStep([], None, encoder_seconds)
             logits = self._model.logits(hidden.index_select(0, to_device(inputs.last_tokens, self.device)))
             best = self._best(logits)
         sequences = [scheduled.sequence for scheduled in sampling]
         counts = [scheduled.num_output_tokens for scheduled in sampling]
         tokens = self._sampler.sample(logits, sequences, counts, best)
         self._keep(sequences, tokens)
-        return PendingStep([sequence.request_id for sequence in sequences], tokens)
+        return PendingStep([sequence.request_id for sequence in sequences], tokens, encoder_seconds)
+
+    def _out_of_memory(self, batch: ScheduledBatch) -> EngineError:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        pictures = f" and {len(batch.images)} pictures" if batch.images else ""
+        return EngineError(
+            "insufficient_memory",
+            f"a step of {batch.num_tokens} tokens{pictures} ran out of memory, and its requests with it: lower"
+            " --max-num-batched-tokens, --max-encoder-tokens, --kv-cache-memory-bytes or --gpu-memory-utilization, or"
+            " close other programs",
+        )
 
     def warm_up(self) -> None:
         """Run what is lazy or has to be compiled, and capture the graphs, so that no request pays for it."""

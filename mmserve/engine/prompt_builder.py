@@ -1,12 +1,13 @@
 """Messages with pictures -> token ids, and the spans in which the pictures' tokens stand."""
 
 import asyncio
+import copy
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from mmserve.errors import RequestError
 from mmserve.request import ImageSpan
@@ -48,6 +49,13 @@ class PromptBuilder:
         self._processor = processor
         self.pool = pool
         self.limits = limits or PixelLimits()
+        self._cache_salt = b""
+
+    def salted(self, cache_salt: bytes) -> Self:
+        """The same builder with the same pool, whose pictures are shared with those of the same salt alone."""
+        salted = copy.copy(self)
+        salted._cache_salt = cache_salt
+        return salted
 
     @property
     def reads_images(self) -> bool:
@@ -56,7 +64,7 @@ class PromptBuilder:
     async def num_image_tokens(self, source: PictureSource, limits: PixelLimits | None = None) -> int:
         """Tokens that the picture takes in a prompt, those between its tiles included; no pixel is decoded."""
         processor, pool = self._vision()
-        planned = await pool.plan(source, limits or self.limits)
+        planned = await pool.plan(source, limits or self.limits, self._cache_salt)
         return len(processor.placeholder_ids(planned.plan))
 
     @asynccontextmanager
@@ -77,10 +85,8 @@ class PromptBuilder:
             yield BuiltPrompt(await self._encode(messages, template_arguments))
             return
         processor, pool = self._vision()
-        token_ids, planned = await asyncio.gather(
-            self._encode(messages, template_arguments),
-            asyncio.gather(*(pool.plan(part["source"], part.get("limits") or self.limits) for part in parts)),
-        )
+        plans = (pool.plan(part["source"], part.get("limits") or self.limits, self._cache_salt) for part in parts)
+        token_ids, planned = await asyncio.gather(self._encode(messages, template_arguments), asyncio.gather(*plans))
         self._check(token_ids, planned, max_tokens)
         async with pool.hold(planned) as processed:
             yield _expanded(token_ids, processor, list(zip(map(pool.digest, planned), processed, strict=True)))

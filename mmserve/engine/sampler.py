@@ -1,20 +1,23 @@
 """Logits to token ids: one batched call a step, in which only the rows that ask for a feature pay for it.
 
 Order of the adjustments: repetition penalty (Hugging Face's: prompt and output), frequency and presence penalties
-(OpenAI's: output only), logit_bias, the ban of min_tokens. Order of the filters, as in `transformers`: temperature,
-top_k, top_p, min_p. A row's draw depends on its own logits, seed and number of output tokens, never on its neighbours.
+(OpenAI's: output only), logit_bias, the ban of min_tokens, the tokens that a grammar allows. Order of the filters, as
+in `transformers`: temperature, top_k, top_p, min_p. A row's draw depends on its own logits, seed and number of output
+tokens, never on its neighbours.
 """
 
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Rows
+from functools import cache
 from itertools import chain
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mmserve.engine.structured import forbid_tokens, token_masks
 from mmserve.errors import RequestError
 from mmserve.kernels.transfer import record_event, to_device, to_host
 from mmserve.request import MAX_LOGPROBS, SampledToken, SamplingParams, Sequence, TokenLogprob
@@ -68,7 +71,7 @@ class Sampler:
         counts = num_output_tokens or [len(sequence.output_token_ids) for sequence in sequences]
         # Not argmax, which takes six times as long on CPU bfloat16.
         chosen = logits.max(dim=-1).indices if best is None else best
-        banned = [self._banned_ids(sequence.params, count) for sequence, count in zip(sequences, counts, strict=True)]
+        banned = [self._banned_ids(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         special = [row for row, sequence in enumerate(sequences) if banned[row] or _is_special(sequence.params)]
         if special:
             rows = to_device(special, logits.device)
@@ -79,10 +82,13 @@ class Sampler:
             chosen = chosen.index_copy(0, rows, picked)
         return PendingTokens(chosen, _logprobs(logits, chosen, sequences))
 
-    def _banned_ids(self, params: SamplingParams, num_output_tokens: int) -> tuple[int, ...]:
+    def _banned_ids(self, sequence: Sequence, num_output_tokens: int) -> tuple[int, ...]:
+        params = sequence.params
+        # A grammar takes the token for the end of the answer, so that none may come where it would be ignored.
+        goes_on = params.ignore_eos and sequence.matcher is not None
         if num_output_tokens >= params.min_tokens:
-            return ()
-        return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+            return self._eos_token_ids if goes_on else ()
+        return params.stop_token_ids + (() if params.ignore_eos and not goes_on else self._eos_token_ids)
 
 
 def _is_special(params: SamplingParams) -> bool:
@@ -96,8 +102,10 @@ def _choose(
     _apply_repetition_penalty(scores, sequences)
     _apply_count_penalties(scores, sequences)
     _apply_logit_bias(scores, sequences)
-    if any(banned):
-        scores[_pairs(scores, banned)] = -torch.inf
+    plain = [() if sequence.matcher else ids for sequence, ids in zip(sequences, banned, strict=True)]
+    if any(plain):
+        scores[_pairs(scores, plain)] = -torch.inf
+    _apply_grammars(scores, sequences, banned)
     random = [row for row, sequence in enumerate(sequences) if _is_random(sequence.params)]
     if len(random) == len(sequences):
         return _draw(scores, sequences, counts)
@@ -167,6 +175,31 @@ def _apply_logit_bias(scores: torch.Tensor, sequences: Rows[Sequence]) -> None:
     if any(biases):
         values = to_device([value for bias in biases for value in bias.values()], scores.device, scores.dtype)
         scores.index_put_(_pairs(scores, biases), values, accumulate=True)
+
+
+def _apply_grammars(scores: torch.Tensor, sequences: Rows[Sequence], banned: Rows[tuple[int, ...]]) -> None:
+    """Leave each row with a grammar the tokens that may come next, and of banned ones only where nothing else may."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
+    if not rows:
+        return
+    masks = token_masks([sequences[row] for row in rows])
+    for mask, row in zip(masks, rows, strict=True):
+        forbid_tokens(mask, banned[row])
+    # 0.05 ms a row of 49,152 on one CPU core, where `masked_fill_` alone takes up to 0.25 ms.
+    scores_of_byte = _scores_of_byte(scores.device)
+    penalties = F.embedding(to_device(masks.astype(np.int32), scores.device), scores_of_byte)
+    penalties = penalties.flatten(1)[:, : scores.shape[-1]]
+    if len(rows) == len(sequences):
+        scores += penalties
+    else:
+        scores.index_add_(0, to_device(rows, scores.device), penalties)
+
+
+@cache
+def _scores_of_byte(device: torch.device) -> torch.Tensor:
+    """`[256, 8]`: for each byte of a mask, what its eight tokens get."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return to_device(np.where(bits == 1, np.float32(0), np.float32(-np.inf)), device)
 
 
 def _draw(scores: torch.Tensor, sequences: Rows[Sequence], counts: Rows[int]) -> torch.Tensor:

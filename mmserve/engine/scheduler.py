@@ -10,7 +10,7 @@ from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.prefix_cache import PrefixCache, block_hash
 from mmserve.config import CacheConfig, SchedulerConfig
 from mmserve.engine.image_planner import ImagePlanner
-from mmserve.engine.messages import EngineStats, TokenOutput
+from mmserve.engine.messages import EngineStats, RequestFailure, TokenOutput, as_failure
 from mmserve.engine.prefix_waiting import BlocksInProgress
 from mmserve.errors import EngineError, RequestError
 from mmserve.request import FinishReason, ImageSpan, SampledToken, Sequence, SequenceStatus
@@ -116,6 +116,13 @@ class Scheduler:
         self._finish(sequence)
         return True
 
+    def give_up(self, batch: ScheduledBatch) -> list[str]:
+        """Forget the sequences of the newest batch, which did not run; their ids."""
+        lost = [scheduled.sequence for scheduled in batch.sequences]
+        for sequence in lost:
+            self._finish(sequence)
+        return [sequence.request_id for sequence in lost]
+
     def schedule(self) -> ScheduledBatch:
         """The next batch: running sequences first, then waiting ones while budget, seats and blocks last."""
         scheduled: list[ScheduledSequence] = []
@@ -136,9 +143,15 @@ class Scheduler:
                 budget -= num_tokens
         return ScheduledBatch(tuple(scheduled), self.images.planned())
 
-    def update(self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        """Append what the oldest batch sampled, and finish what is done."""
+    def update(
+        self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken], encoder_seconds: Callable[[], float] = float
+    ) -> list[TokenOutput]:
+        """Append what the oldest batch sampled, and finish what is done.
+
+        `encoder_seconds` are those of its images; on a GPU they are known when a later token is.
+        """
         outputs = []
+        encoded = {image.content_hash for image in batch.images}
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
             if sequence.status is SequenceStatus.FINISHED:
@@ -146,6 +159,8 @@ class Scheduler:
             if scheduled.samples:
                 sequence.num_pending_tokens -= 1
                 sequence.output_token_ids.append(sampled[sequence.request_id].token_id)
+            if encoded and not encoded.isdisjoint(image.content_hash for image in sequence.images):
+                sequence.encodings.append(encoder_seconds)
             self._publish_full_blocks(sequence)
             self.images.release_computed(sequence)
             if scheduled.samples:
@@ -216,12 +231,12 @@ class Scheduler:
     def _admit_next(self) -> bool:
         """Move a waiting sequence to the running ones, with its cached prefix, if seats and blocks suffice.
 
-        It is the first of those that need not wait for a prefix that a running one is computing.
+        It is the first of those that need not wait for a prefix that a running one is computing, or for its grammar.
         """
         if len(self.running) >= self.config.max_num_seqs:
             return False
         for sequence in self.waiting:
-            if self.in_progress.is_waiting(sequence.request_id):
+            if sequence.is_compiling or self.in_progress.is_waiting(sequence.request_id):
                 continue
             self._take_cached_prefix(sequence)
             awaited = self._awaited_block(sequence)
@@ -298,12 +313,17 @@ class Scheduler:
         start = i_block * self.block_size
         token_ids = sequence.tokens(start, start + self.block_size)
         hashes = sequence.block_hashes
-        parent_hash = hashes[i_block - 1] if i_block else b""
+        parent_hash = hashes[i_block - 1] if i_block else sequence.cache_salt
         if i_block == len(hashes):
             hashes.append(block_hash(parent_hash, token_ids, start, sequence.images))
         return hashes[i_block], parent_hash, token_ids
 
     def _output(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
+        if sequence.matcher is not None:
+            try:
+                sequence.matcher.accept(sampled.token_id)
+            except RequestError as error:
+                return self.refuse(sequence, as_failure(error))
         finish_reason, stop_token_id = self._finish_reason(sequence, sampled.token_id)
         output = TokenOutput(
             sequence.request_id,
@@ -313,13 +333,21 @@ class Scheduler:
             stop_token_id=stop_token_id,
             num_cached_tokens=sequence.num_cached_prompt_tokens,
             queue_seconds=self._queue_seconds[sequence.request_id],
+            encoder_seconds=sum(seconds() for seconds in sequence.encodings),
         )
         if finish_reason:
             self._finish(sequence)
         return output
 
+    def refuse(self, sequence: Sequence, failure: RequestFailure) -> TokenOutput:
+        """End a sequence that cannot go on; what is left to say of it."""
+        self._finish(sequence)
+        return TokenOutput(sequence.request_id, finish_reason="error", failure=failure)
+
     def _finish_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         params, num_output_tokens = sequence.params, len(sequence.output_token_ids)
+        if sequence.matcher is not None and sequence.matcher.is_complete:
+            return "stop", token_id if token_id in self._eos_token_ids else None
         if num_output_tokens >= params.min_tokens:
             if token_id in self._eos_token_ids and not params.ignore_eos:
                 return "stop", token_id

@@ -2,17 +2,20 @@
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from mmserve.config import EngineConfig
-from mmserve.engine.messages import EngineFailed, FromEngine, Shutdown, ToEngine
+from mmserve.engine.messages import EngineFailed, FromEngine, LogLine, Shutdown, ToEngine
 
 _JOIN_SECONDS = 10.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -50,45 +53,113 @@ class ThreadTransport:
 
 
 class ProcessTransport:
-    """The engine is a child process; if it dies, however, `EngineFailed` is delivered at once."""
+    """The engine is a child process; if it dies, however, `EngineFailed` is delivered at once.
 
-    def __init__(self, config: EngineConfig, on_message: OnMessage) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child_end = context.Pipe()
+    With a `predecessor` it takes that one's place: the process starts `delay_seconds` after the other has ended, and
+    what is sent before that waits for it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_message: OnMessage,
+        *,
+        predecessor: Transport | None = None,
+        delay_seconds: float = 0.0,
+    ) -> None:
+        self._config = config
+        self._on_message = on_message
         self._lock = threading.Lock()
-        self._process = context.Process(target=_child_main, args=(config, child_end), name="engine", daemon=True)
-        with _signals_blocked():
-            self._process.start()
-        # The child ignores SIGTERM, which is how multiprocessing ends a child that was left running.
-        atexit.register(self._process.kill)
-        child_end.close()
-        self._reader = threading.Thread(target=self._read, args=(on_message,), name="engine-reader", daemon=True)
+        self._unsent: list[ToEngine] = []
+        self._pipe: Connection | None = None
+        self._process: SpawnProcess | None = None
+        self._is_closed = threading.Event()
+        if predecessor is None:
+            self._start()
+        main = partial(self._succeed, predecessor, delay_seconds)
+        self._reader = threading.Thread(target=main, name="engine-reader", daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid
+        return None if self._process is None else self._process.pid
 
     def send(self, message: ToEngine) -> None:
         with self._lock, contextlib.suppress(OSError):
-            self._pipe.send(message)
+            if self._pipe is None:
+                self._unsent.append(message)
+            else:
+                self._pipe.send(message)
 
     def close(self) -> None:
-        self.send(Shutdown())
+        with self._lock:
+            self._is_closed.set()
+        if self._process is not None:
+            self.send(Shutdown())
+            self._process.join(_JOIN_SECONDS)
+            self._kill()
+        self._reader.join(_JOIN_SECONDS)
+        if self._pipe is not None:
+            self._pipe.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipe, child_end = context.Pipe()
+        arguments = (self._config, child_end, logging.getLogger("mmserve").getEffectiveLevel())
+        process = context.Process(target=_child_main, args=arguments, name="engine", daemon=True)
+        with _signals_blocked():
+            process.start()
+        # The child ignores SIGTERM, which is how multiprocessing ends a child that was left running.
+        atexit.register(process.kill)
+        child_end.close()
+        self._pipe, self._process = pipe, process
+
+    def _succeed(self, predecessor: Transport | None, delay_seconds: float) -> None:
+        """The reader thread: start, if that is still to be done, and read until the process has ended."""
+        try:
+            if predecessor is not None:
+                # Memory for two engines may not be there.
+                predecessor.close()
+                self._is_closed.wait(delay_seconds)
+                with self._lock:
+                    if self._is_closed.is_set():
+                        return
+                    self._start()
+                    self._send_unsent()
+        except OSError as error:
+            self._on_message(EngineFailed("engine_dead", f"the engine process could not be started: {error}"))
+            return
+        self._read()
+
+    def _send_unsent(self) -> None:
+        assert self._pipe is not None
+        with contextlib.suppress(OSError):
+            for message in self._unsent:
+                self._pipe.send(message)
+        self._unsent = []
+
+    def _read(self) -> None:
+        assert self._pipe is not None
+        assert self._process is not None
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._on_message(self._pipe.recv())
         self._process.join(_JOIN_SECONDS)
+        self._on_message(EngineFailed("engine_dead", f"the engine process {_how_it_ended(self._process.exitcode)}"))
+
+    def _kill(self) -> None:
+        """For good: nothing is left of the process."""
+        assert self._process is not None
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        self._reader.join(_JOIN_SECONDS)
-        self._pipe.close()
         atexit.unregister(self._process.kill)
 
-    def _read(self, on_message: OnMessage) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                on_message(self._pipe.recv())
-        self._process.join(_JOIN_SECONDS)
-        on_message(EngineFailed("engine_dead", f"the engine process ended (exit code {self._process.exitcode})"))
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code == -signal.SIGKILL:
+        return f"was killed (exit code {exit_code}): by hand, or by the system because memory ran out"
+    return f"ended (exit code {exit_code})"
 
 
 @contextlib.contextmanager
@@ -101,7 +172,19 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _child_main(config: EngineConfig, pipe: Connection) -> None:
+class _LogToFrontEnd(logging.Handler):
+    """Lines go where all lines go, in their form. Its lock keeps them from running into one another."""
+
+    def __init__(self, send: OnMessage) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self._send(LogLine(record.levelno, record.name, record.getMessage()))
+
+
+def _child_main(config: EngineConfig, pipe: Connection, log_level: int) -> None:
     # The front end decides when to stop: a signal to the whole group must not cut the requests that it is draining.
     for kind in _STOP_SIGNALS:
         signal.signal(kind, signal.SIG_IGN)
@@ -110,7 +193,17 @@ def _child_main(config: EngineConfig, pipe: Connection) -> None:
 
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     threading.Thread(target=_fill_inbox, args=(pipe, inbox), daemon=True).start()
-    run_engine(config, inbox, pipe.send)
+    sending = threading.Lock()
+
+    def send(message: FromEngine) -> None:
+        with sending:
+            pipe.send(message)
+
+    log = logging.getLogger("mmserve")
+    log.setLevel(log_level)
+    log.propagate = False
+    log.addHandler(_LogToFrontEnd(send))
+    run_engine(config, inbox, send)
 
 
 def _fill_inbox(pipe: Connection, inbox: queue.SimpleQueue[ToEngine]) -> None:

@@ -19,7 +19,8 @@ from mmserve.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from mmserve.errors import SetupError
+from mmserve.errors import SetupError, frames_of
+from mmserve.vision.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,18 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
                 send(engine.step())
     except SetupError as error:
         send(EngineFailed(error.code, error.message))
-    except Exception:
-        logger.exception("the engine died")
+    except Exception as error:
+        if is_out_of_memory(error):
+            send(EngineFailed("insufficient_memory", f"the engine ran out of memory: {_first_line(error)}"))
+            return
+        logger.error("the engine died\n%s", frames_of(error))
         send(EngineFailed("engine_dead", "the engine died of an internal error; its log says which"))
     finally:
         gc.unfreeze()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
 
 
 def _take_messages(engine: Engine, inbox: Inbox, send: Send) -> bool:

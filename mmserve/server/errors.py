@@ -38,11 +38,15 @@ class BodyStalled(HTTPException):
         super().__init__(408, f"The request's body stopped arriving for {seconds:g} seconds. Send it again.")
 
 
+class BodyTooSlow(HTTPException):
+    """Raised where a body has trickled in for longer than it may take."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(408, f"The request's body took over {seconds:g} seconds to arrive. Send less at once.")
+
+
 def envelope(error: MMServeError) -> dict[str, Any]:
-    """The error object that clients of OpenAI's interface understand."""
-    return {
-        "error": {"message": error.message, "type": _error_type(error), "param": error.param, "code": error.code},
-    }
+    return {"error": error.to_dict()}
 
 
 def error_response(error: MMServeError) -> JSONResponse:
@@ -67,7 +71,7 @@ def from_validation(errors: Sequence[Any]) -> RequestError:
     if first["type"] == "json_invalid":
         position, reason = first["loc"][-1], first.get("ctx", {}).get("error", "malformed")
         return RequestError("invalid_request", f"The body is not valid JSON: {reason} at character {position}.")
-    location = [part for part in first["loc"] if part != "body"]
+    location = first["loc"]
     if not location:
         return RequestError("invalid_request", "The body must be a JSON object.")
     param = _param(location)
@@ -108,7 +112,7 @@ class UnexpectedErrors:
         except Exception:
             if has_started:
                 raise
-            logger.exception("unexpected error in %s %s", scope["method"], scope["path"])
+            logger.exception("unexpected error in %s %r", scope["method"], scope["path"])
             await error_response(INTERNAL_ERROR)(scope, receive, send)
 
 
@@ -120,13 +124,15 @@ async def _handle(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _handle_client_gone(request: Request, _error: Exception) -> Response:
-    logger.info("client left during %s", request.url.path)
+    logger.info("client left during %r", request.url.path)
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _handle_validation(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return error_response(from_validation(error.errors()))
+    places = ("path", "query", "header", "body")
+    errors = [{**one, "loc": one["loc"][one["loc"][0] in places :]} for one in error.errors()]
+    return error_response(from_validation(errors))
 
 
 def _from_http_exception(error: HTTPException) -> MMServeError:
@@ -142,12 +148,6 @@ def _from_http_exception(error: HTTPException) -> MMServeError:
     }
     code = codes.get(error.status_code, "invalid_request")
     return RequestError(code, sentences.get(error.status_code, str(error.detail)))
-
-
-def _error_type(error: MMServeError) -> str:
-    if error.http_status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if error.http_status < 500 else "server_error"
 
 
 def _param(location: Sequence[str | int]) -> str:

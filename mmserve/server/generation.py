@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
+from mmserve.server.owners import LOCAL_OWNER
 from mmserve.server.schemas.common import Usage
 from mmserve.server.state import ServerState
 
@@ -25,6 +26,8 @@ class GenerationRequest:
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     images: tuple[ImageSpan, ...] = ()
+    owner: str = LOCAL_OWNER
+    cache_salt: str | None = None
 
     @property
     def num_answers(self) -> int:
@@ -79,9 +82,10 @@ async def generate(
 
     Raises `RequestError` and `EngineError` as the engine does, and `queue_full`.
     """
-    with state.gate.admit(request.num_answers):
+    with state.gate.admit(request.num_answers, request.owner):
+        engine = state.engine_for(request.owner, request.cache_salt)
         streams = [
-            state.engine.generate(
+            engine.generate(
                 prompt, request.params, request_id=f"{request.request_id}-{position}", images=request.images
             )
             for position, prompt in enumerate(request.prompts)

@@ -19,12 +19,16 @@ class Drain:
     """The server's end: from `begin` on it takes no requests, and after the grace time it ends those that still run."""
 
     def __init__(self) -> None:
-        self.has_begun = False
+        self.begun = asyncio.Event()
         self.is_over = asyncio.Event()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.begun.is_set()
 
     def begin(self, grace_seconds: float) -> None:
         if not self.has_begun:
-            self.has_begun = True
+            self.begun.set()
             asyncio.get_running_loop().call_later(grace_seconds, self.is_over.set)
 
 

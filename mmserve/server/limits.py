@@ -2,27 +2,33 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.errors import EngineError, RequestError
-from mmserve.server.errors import BodyStalled, BodyTooLarge, as_mmserve_error, error_response
+from mmserve.server.errors import BodyStalled, BodyTooLarge, BodyTooSlow, as_mmserve_error, error_response
+from mmserve.server.owners import LOCAL_OWNER
 
 LINGER_SECONDS = 5.0
 STALL_SECONDS = 20.0
+DEFAULT_TIMEOUT = 600.0
 
 
 class BodyLimit:
     """Counts a body's bytes while they arrive, so that the cap holds with and without Content-Length.
 
-    `limits` maps path prefixes to bytes, `default` is for all other paths. A body that nobody wants, because the answer
-    is known before its end, is read on and thrown away for `LINGER_SECONDS`: most clients look for the answer only when
-    they have sent everything.
+    `limits` maps path prefixes to bytes of a multipart body, which goes to disk; `default` is for all others. A body
+    has `timeout` seconds to arrive. One that nobody wants, because the answer is known before its end, is read on and
+    thrown away for `LINGER_SECONDS`: most clients look for the answer only when they have sent everything.
     """
 
-    def __init__(self, app: ASGIApp, *, default: int, limits: Mapping[str, int]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, default: int, limits: Mapping[str, int], timeout: float = DEFAULT_TIMEOUT
+    ) -> None:
         self.app = app
+        self.timeout = timeout
         self.default = default
         self.limits = limits
 
@@ -30,9 +36,10 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limit_bytes = self._limit(scope["path"])
         headers = {name.lower(): value for name, value in scope["headers"]}
-        body = _CountedBody(receive, limit_bytes)
+        is_multipart = headers.get(b"content-type", b"").lower().startswith(b"multipart/")
+        limit_bytes = self._limit(scope["path"]) if is_multipart else self.default
+        body = _CountedBody(receive, limit_bytes, self.timeout)
         if _sends_unasked(headers):
             send = body.lingering(send)
         if _declared_length(headers) > limit_bytes:
@@ -45,19 +52,22 @@ class BodyLimit:
 
 
 class _CountedBody:
-    def __init__(self, receive: Receive, limit_bytes: int) -> None:
+    def __init__(self, receive: Receive, limit_bytes: int, timeout: float) -> None:
         self._receive = receive
         self._limit_bytes = limit_bytes
+        self._timeout = timeout
+        self._deadline = asyncio.get_running_loop().time() + timeout
         self._num_bytes = 0
         self._is_complete = False
 
     async def receive(self) -> Message:
-        """The next message. A sender that stops in mid-body is not waited for: it would hold up the server's end."""
+        """The next message. Who stops in mid-body, or trickles on, is not waited for: it would hold up the end."""
+        left = self._deadline - asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(None if self._is_complete else STALL_SECONDS):
+            async with asyncio.timeout(None if self._is_complete else min(STALL_SECONDS, left)):
                 message = await self._receive()
         except TimeoutError:
-            raise BodyStalled(STALL_SECONDS) from None
+            raise (BodyStalled(STALL_SECONDS) if left > STALL_SECONDS else BodyTooSlow(self._timeout)) from None
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self._is_complete = not message.get("more_body", False)
@@ -102,27 +112,36 @@ def _sends_unasked(headers: Mapping[bytes, bytes]) -> bool:
 class AdmissionGate:
     """Bounds what waits: sequences of this server in flight, and the engine's own queue.
 
-    The engine's statistics are a step old, so a burst is caught by the server's own count.
+    The engine's statistics are a step old, so a burst is caught by the server's own count. With several owners one of
+    them may hold half of the places, so that there is room for the others.
     """
 
-    def __init__(self, *, max_in_flight: int, max_waiting: int, num_waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, *, max_in_flight: int, max_waiting: int, num_waiting: Callable[[], int], has_owners: bool = False
+    ) -> None:
         self._max_in_flight = max_in_flight
         self._max_waiting = max_waiting
         self._num_waiting = num_waiting
+        self._max_of_owner = max(max_in_flight // 2, 1) if has_owners else max_in_flight
+        self._num_of_owner: Counter[str] = Counter()
         self.num_in_flight = 0
 
     @contextlib.contextmanager
-    def admit(self, num_sequences: int) -> Iterator[None]:
+    def admit(self, num_sequences: int, owner: str = LOCAL_OWNER) -> Iterator[None]:
         """Holds `num_sequences` places; raises `EngineError` (`queue_full`) where there are too few."""
-        if num_sequences > self._max_in_flight:
+        if num_sequences > self._max_of_owner:
             raise RequestError(
                 "invalid_request",
-                f"One request may ask for {self._max_in_flight} answers at most; this one asks for {num_sequences}.",
+                f"One request may ask for {self._max_of_owner} answers at most; this one asks for {num_sequences}.",
             )
+        if self._num_of_owner[owner] + num_sequences > self._max_of_owner:
+            raise EngineError("queue_full", "Too many of your requests are waiting. Try again when some are done.")
         if self.num_in_flight + num_sequences > self._max_in_flight or self._num_waiting() >= self._max_waiting:
             raise EngineError("queue_full", "Too many requests are waiting. Try again in a moment.")
         self.num_in_flight += num_sequences
+        self._num_of_owner[owner] += num_sequences
         try:
             yield
         finally:
             self.num_in_flight -= num_sequences
+            self._num_of_owner -= Counter({owner: num_sequences})

@@ -5,8 +5,6 @@ each page of a document becomes one; for a model without, documents become text 
 """
 
 import asyncio
-import base64
-import binascii
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,6 +15,8 @@ from typing import Any
 from mmserve.errors import DocumentError, MMServeError, RequestError
 from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.prompts import Fence
+from mmserve.server.base64_data import decode_base64, is_data_url
+from mmserve.server.owners import LOCAL_OWNER
 from mmserve.server.schemas.content import Detail, MediaPart
 from mmserve.server.state import ServerState
 from mmserve.server.uploads import display_name
@@ -24,7 +24,6 @@ from mmserve.vision.image_source import ImageSource, PixelLimits
 from mmserve.vision.page_types import Document
 from mmserve.vision.sniff import PDF_TYPE, TEXT_TYPE
 
-_DATA_URL = re.compile(r"data:[^,]{0,256}?(;base64)?,", re.I)
 _NO_EYES = (
     "the model served here reads text only. Send the picture or the document to /v1/summarize, which reads its pages,"
     " or send its text; a vision-language model would take it as it is."
@@ -43,7 +42,7 @@ def limits_of(limits: PixelLimits, detail: Detail) -> PixelLimits:
 
 @asynccontextmanager
 async def received(
-    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits
+    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits, owner: str = LOCAL_OWNER
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Messages for the prompt builder, pictures within `limits`; their files are removed when the block is left.
 
@@ -55,7 +54,7 @@ async def received(
         return
     _check_count(state, len(media))
     with tempfile.TemporaryDirectory(prefix="mmserve-media-", dir=state.settings.upload_dir) as folder:
-        receiver = _Receiver(state, limits, Path(folder))
+        receiver = _Receiver(state, limits, Path(folder), owner)
         documents = await receiver.open_all(media)
         if state.prompts.reads_images:
             _check_count(state, sum(_num_images(document) for document in documents))
@@ -65,10 +64,11 @@ async def received(
 
 
 class _Receiver:
-    def __init__(self, state: ServerState, limits: PixelLimits, folder: Path) -> None:
+    def __init__(self, state: ServerState, limits: PixelLimits, folder: Path, owner: str) -> None:
         self._state = state
         self._limits = limits
         self._folder = folder
+        self._owner = owner
         self._room_bytes = state.settings.max_media_bytes
 
     async def open_all(self, media: Sequence[MediaPart]) -> list[Document]:
@@ -109,14 +109,9 @@ class _Receiver:
             raise type(error)(error.code, error.message, param=error.param or media.where) from None
 
     async def _content(self, media: MediaPart) -> bytes:
-        head = _DATA_URL.match(media.source[:300])
-        if head is not None:
-            if head[1] is None:
-                raise RequestError("invalid_request", "only data URLs in base64 are read: write data:...;base64,...")
-            return await asyncio.to_thread(_decode, media.source, head.end())
-        if re.match(r"[a-z][a-z0-9+.-]*:", media.source[:32], re.I):
+        if not is_data_url(media.source) and re.match(r"[a-z][a-z0-9+.-]*:", media.source[:32], re.I):
             return await self._state.fetcher.fetch(media.source)
-        return await asyncio.to_thread(_decode, media.source, 0)
+        return await asyncio.to_thread(decode_base64, media.source)
 
     def _check_kind(self, media: MediaPart, document: Document) -> None:
         if media.kind == "image" and document.media_type == TEXT_TYPE:
@@ -130,7 +125,7 @@ class _Receiver:
         """The document's pages as text, between marks that they cannot contain."""
         pages: list[PageText] = []
         room = _MOST_CHARACTERS_PER_TOKEN * self._state.engine.max_model_len
-        async with self._state.document_slots, aclosing(self._state.reader.pages(document)) as reading:
+        async with self._state.document_slots.of(self._owner), aclosing(self._state.reader.pages(document)) as reading:
             async for page in reading:
                 if page.problem is not None:
                     raise page.problem
@@ -190,13 +185,6 @@ def _too_many_bytes(most: int) -> RequestError:
         f"the request's pictures and documents have over {most:,} bytes, which is all that this server takes: send"
         " smaller ones, or fewer",
     )
-
-
-def _decode(source: str, start: int) -> bytes:
-    try:
-        return base64.b64decode("".join(source[start:].split()), validate=True)
-    except (binascii.Error, ValueError):
-        raise RequestError("invalid_request", "the file is not valid base64: encode its bytes, all of them") from None
 
 
 def _name(media: MediaPart, index: int) -> str:

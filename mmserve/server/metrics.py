@@ -9,6 +9,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from mmserve.engine.messages import EngineStats
+from mmserve.server.task_metrics import TaskMetrics
 from mmserve.vision.preprocess_pool import PreprocessStats
 
 if TYPE_CHECKING:
@@ -25,7 +26,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 class EngineCollector(Collector):
     """Reads the latest statistics of engine and preprocessing at every scrape: no second bookkeeping here."""
 
-    def __init__(self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        preprocessing: Callable[[], PreprocessStats | None],
+        num_restarts: Callable[[], int],
+    ) -> None:
+        self._num_restarts = num_restarts
         self._stats = stats
         self._preprocessing = preprocessing
 
@@ -41,6 +48,7 @@ class EngineCollector(Collector):
         yield _counter("encoder_cache_hits", "Images found in the encoder cache.", stats.encoder_cache_hits)
         yield _counter("encoder_tokens", "Tokens that the vision encoder computed.", stats.num_encoder_tokens)
         yield _summary("encoder_seconds", "Runs of the encoder.", stats.num_encoder_runs, stats.encoder_seconds)
+        yield _counter("engine_restarts", "Times that the engine was started again.", self._num_restarts())
         work = self._preprocessing() or PreprocessStats()
         yield _summary("preprocess_seconds", "Preprocessing of a picture.", work.num_images, work.seconds)
 
@@ -48,9 +56,26 @@ class EngineCollector(Collector):
 class ServerMetrics:
     """Histograms and counters over finished sequences; `observe` may be called from any thread."""
 
-    def __init__(self, stats: Callable[[], EngineStats], preprocessing: Callable[[], PreprocessStats | None]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        preprocessing: Callable[[], PreprocessStats | None],
+        num_restarts: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, preprocessing))
+        self.registry.register(EngineCollector(stats, preprocessing, num_restarts))
+        self.tasks = TaskMetrics(self.registry)
+        labels = ["method", "route", "status"]
+        self._http_requests = Counter(
+            "mmserve_http_requests", "HTTP requests by route and status.", labels, registry=self.registry
+        )
+        self._http_seconds = Histogram(
+            "mmserve_http_request_seconds",
+            "From an HTTP request to the end of its answer.",
+            ["route"],
+            buckets=REQUEST_BUCKETS,
+            registry=self.registry,
+        )
         self._prompt_tokens = self._new_counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generation_tokens = self._new_counter("generation_tokens", "Generated tokens of finished requests.")
         self._finished = Counter(
@@ -79,6 +104,10 @@ class ServerMetrics:
             self._first_token.observe(timings.time_to_first_token)
         for seconds in timings.inter_token_latencies:
             self._inter_token.observe(seconds)
+
+    def observe_http(self, method: str, route: str, status: int, seconds: float) -> None:
+        self._http_requests.labels(method, route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The scrape's body, and its media type as the `Accept` header wants it."""

@@ -28,12 +28,17 @@ POLL_SECONDS = 0.05
 
 
 class DrainingServer(uvicorn.Server):
-    """Runs `app` until a signal or `should_exit`. `received_signal` says which signal ended it, if one did."""
+    """Runs `app` until a signal or `should_exit`. `received_signal` says which signal ended it, if one did.
+
+    Jobs are worked on meanwhile. Those that run at the end are left for the next start.
+    """
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,
+            # Ours says the same by route, without what a query may hold.
+            access_log=False,
             timeout_graceful_shutdown=int(settings.shutdown_timeout) + MARGIN_SECONDS,
             server_header=False,
         )
@@ -41,6 +46,11 @@ class DrainingServer(uvicorn.Server):
         self._state: ServerState = app.state.server
         self._grace_seconds = settings.shutdown_timeout
         self.received_signal: int | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Raises `StorageError` or `SetupError` where files and jobs cannot be kept."""
+        async with self._state.jobs:
+            await super().serve(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -78,7 +88,8 @@ def run_server(
 ) -> int | None:
     """Serves until a signal, and returns it; main thread only. `say` gets a sentence for whoever started the server.
 
-    Raises what the engine could not start for. The reader is closed at the end, the rest is the caller's.
+    Raises what the engine or the database of jobs could not start for. The reader is closed at the end, the rest is the
+    caller's.
     """
     server = DrainingServer(create_app(engine, reader, settings, prompts), settings)
     with server.signals_stop():

@@ -1,5 +1,6 @@
 """Server-sent events: frames, and a response that ends early or in an error as it should."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -16,17 +17,53 @@ from mmserve.server.lifetime import ClientGone, Drain, run_within_lifetime
 
 logger = logging.getLogger(__name__)
 
+HEARTBEAT_SECONDS = 15.0
+HEARTBEAT_FRAME = ": still here\n\n"
 DONE_FRAME = "data: [DONE]\n\n"
 
 
-def frame(data: BaseModel | dict[str, Any], *, event: str | None = None) -> str:
-    """One event; JSON keeps line ends out of the payload, so that one `data:` line always holds it."""
+def frame(data: BaseModel | dict[str, Any], *, event: str | None = None, number: int | None = None) -> str:
+    """One event; with a `number` a client can ask for what comes after it.
+
+    JSON keeps line ends out of the payload, so that one `data:` line always holds it.
+    """
     if isinstance(data, BaseModel):
         text = data.model_dump_json(exclude_unset=True)
     else:
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    place = "" if number is None else f"id: {number}\n"
     name = "" if event is None else f"event: {event}\n"
-    return f"{name}data: {text}\n\n"
+    return f"{place}{name}data: {text}\n\n"
+
+
+async def with_heartbeats(
+    frames: AsyncGenerator[str, None], *, until: asyncio.Event | None = None
+) -> AsyncGenerator[str, None]:
+    """`frames`, and after the first of them a comment wherever nothing comes for a while: proxies cut what is silent.
+
+    It ends when `until` is set.
+    """
+    ending = asyncio.ensure_future((until or asyncio.Event()).wait())
+    coming: asyncio.Future[str] | None = None
+    silence: float | None = None
+    try:
+        while not ending.done():
+            coming = coming or asyncio.ensure_future(anext(frames))
+            await asyncio.wait((coming, ending), timeout=silence, return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                text, coming = coming.result(), None
+                yield text
+            elif not ending.done():
+                yield HEARTBEAT_FRAME
+            silence = HEARTBEAT_SECONDS
+    except StopAsyncIteration:
+        return
+    finally:
+        waiting: list[asyncio.Future[Any]] = [ending] if coming is None else [ending, coming]
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await frames.aclose()
 
 
 class EventStream(Response):
@@ -47,7 +84,7 @@ class EventStream(Response):
         error_event: str | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._frames = frames
         self._drain = drain
@@ -62,7 +99,7 @@ class EventStream(Response):
                 self._send_frames(send), receive=receive, drain=self._drain, timeout=self._timeout
             )
         except ClientGone:
-            logger.info("client left during %s", scope["path"])
+            logger.info("client left during %r", scope["path"])
         except Exception as error:
             await self._send_error(as_mmserve_error(error), scope, receive, send)
         finally:

@@ -1,10 +1,10 @@
 """What all routes of one app share, and the checks that come before a route's own work."""
 
-import asyncio
 import hashlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from fastapi import Depends, Request
@@ -13,21 +13,25 @@ import mmserve
 from mmserve.config import EngineConfig
 from mmserve.engine.messages import EngineStats
 from mmserve.errors import EngineError, RequestError
+from mmserve.jobs.outbound import parse_allowed_hosts
+from mmserve.jobs.service import JobService
 from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
-from mmserve.server.media_fetch import MediaFetcher, parse_allowed_hosts
+from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
+from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
 from mmserve.server.settings import ServerSettings
+from mmserve.server.task_metrics import JobCollector, TaskObserver
+from mmserve.server.tracing import NoTracing
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta, RequestTimings
     from mmserve.engine.prompt_builder import PromptBuilder
+    from mmserve.pipelines.events import OnEvent
+    from mmserve.pipelines.tasks import TaskName
     from mmserve.vision.pages import PageReader
     from mmserve.weights.tokenizer import Tokenizer
-
-
-LOCAL_OWNER = "local"
 
 
 class ServedEngine(Protocol):
@@ -37,6 +41,7 @@ class ServedEngine(Protocol):
     tokenizer: "Tokenizer"
     max_model_len: int
     stats: EngineStats
+    num_restarts: int
     observers: "list[Callable[[RequestTimings], None]]"
 
     @property
@@ -49,6 +54,7 @@ class ServedEngine(Protocol):
         *,
         request_id: str | None = None,
         images: Sequence[ImageSpan] = (),
+        cache_salt: bytes = b"",
     ) -> "AsyncGenerator[CompletionDelta, None]": ...
 
 
@@ -56,7 +62,12 @@ class ServerState:
     """One app's engine, page reader, prompt builder, settings, limits and metrics."""
 
     def __init__(
-        self, engine: ServedEngine, reader: "PageReader", prompts: "PromptBuilder", settings: ServerSettings
+        self,
+        engine: ServedEngine,
+        reader: "PageReader",
+        prompts: "PromptBuilder",
+        settings: ServerSettings,
+        tracing: NoTracing,
     ) -> None:
         self.engine = engine
         self.reader = reader
@@ -64,22 +75,52 @@ class ServerState:
         self.settings = settings
         self.fetcher = MediaFetcher(parse_allowed_hosts(settings.allowed_media_hosts), settings.max_media_bytes)
         self.drain = Drain()
-        self.metrics = ServerMetrics(lambda: engine.stats, lambda: None if prompts.pool is None else prompts.pool.stats)
-        self.document_slots = asyncio.Semaphore(settings.max_concurrent_documents)
+        self.tracing = tracing
+        self.metrics = ServerMetrics(
+            lambda: engine.stats,
+            lambda: None if prompts.pool is None else prompts.pool.stats,
+            num_restarts=lambda: engine.num_restarts,
+        )
+        self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
+        self.jobs = JobService(settings.jobs, self)
+        self._weights_changed_at = _changed_at(Path(engine.config.model))
+        self.metrics.registry.register(JobCollector(self.jobs.counters))
         self.started_at = int(time.time())
         scheduler = engine.config.scheduler
         self.gate = AdmissionGate(
             max_in_flight=scheduler.max_num_seqs + scheduler.max_num_waiting,
             max_waiting=scheduler.max_num_waiting,
             num_waiting=lambda: engine.stats.num_requests_waiting,
+            has_owners=settings.access.keys is not None,
         )
+        # As many again as run, so that the engine always finds the next ones.
+        num_places = 2 * scheduler.max_num_seqs
+        self._engine_places = None if settings.access.keys is None else FairSlots(num_places)
 
-    def engine_for(self, owner: str) -> ServedEngine:  # noqa: ARG002
-        """The engine as this owner's requests go to it."""
-        return self.engine
+    def engine_for(self, owner: str, cache_salt: str | None = None) -> OwnerEngine:
+        """The engine as this owner's requests go to it; `cache_salt` keeps some of them apart from the others."""
+        salt = self._salt(owner, cache_salt)
+        return OwnerEngine(self.engine, owner, cache_salt=salt, places=self._engine_places)
 
-    def prompts_for(self, owner: str) -> "PromptBuilder":  # noqa: ARG002
-        return self.prompts
+    def prompts_for(self, owner: str, cache_salt: str | None = None) -> "PromptBuilder":
+        """What builds prompts for `engine_for` of the same arguments."""
+        salt = self._salt(owner, cache_salt)
+        return self.prompts.salted(salt) if salt else self.prompts
+
+    def _salt(self, owner: str, cache_salt: str | None) -> bytes:
+        return cache_salt_of(owner, cache_salt, is_shared=self.settings.access.share_caches)
+
+    @property
+    def model(self) -> str:
+        """All that may change an answer besides the document and the options of its task."""
+        config = self.engine.config
+        weights = (config.load_format, self.engine.max_model_len, self._weights_changed_at)
+        reading = (self.reader.options, self.reader.limits, self.prompts.limits)
+        return f"{self.system_fingerprint}|{weights!r}|{reading!r}"
+
+    def watched(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
+        """To be entered around a task, which tells what it gets; metrics, traces and the log line hear of it."""
+        return TaskObserver(task, self.metrics.tasks, self.tracing, on_event)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -101,13 +142,30 @@ class ServerState:
             )
         return asked or self.model_names[0]
 
-    def require_ready(self) -> None:
+    @property
+    def is_ready(self) -> bool:
+        """Whether work can be begun: the model is loaded, and the server stays."""
+        return self.engine.state == "ready" and not self.drain.has_begun
+
+    def require_running(self) -> None:
         if self.drain.has_begun:
             raise EngineError("shutting_down", "The server is shutting down and takes no new requests.")
+
+    def require_ready(self) -> None:
+        self.require_running()
         if self.engine.state == "dead":
             raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
         if self.engine.state == "starting":
-            raise EngineError("engine_not_ready", "The model is still being loaded. Try again in a few seconds.")
+            what = (
+                "The engine ended, and is being started again" if self.engine.num_restarts else "The model is loading"
+            )
+            raise EngineError("engine_not_ready", f"{what}. Try again in a few seconds.")
+
+
+def _changed_at(model: Path) -> int:
+    """When the newest file of a checkpoint on this machine was written, in nanoseconds; 0 for a name on a hub."""
+    files = model.iterdir() if model.is_dir() else [model] if model.is_file() else []
+    return max((file.stat().st_mtime_ns for file in files), default=0)
 
 
 async def get_state(request: Request) -> ServerState:
@@ -129,6 +187,11 @@ Owner = Annotated[str, Depends(get_owner)]
 
 async def require_ready(state: State) -> None:
     state.require_ready()
+
+
+async def require_running(state: State) -> None:
+    """For what needs no model."""
+    state.require_running()
 
 
 async def require_json(request: Request) -> None:

@@ -63,9 +63,17 @@ def display_name(sent: str | None, position: int) -> str:
     return printable[:MAX_NAME_CHARACTERS] if printable.strip(". ") else f"file-{position}"
 
 
+def declared_media_type(request: Request) -> str:
+    """The body's media type as it was declared, without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def is_multipart(request: Request) -> bool:
+    return declared_media_type(request) == "multipart/form-data"
+
+
 def _require_multipart(request: Request) -> None:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "multipart/form-data":
+    if not is_multipart(request):
         raise RequestError(
             "unsupported_type", "Send documents as multipart/form-data, each in a field named file.", param="file"
         )

@@ -33,7 +33,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         token_bytes = TokenBytes(backend, self._added)
         self._strips_leading_space = token_bytes.strips_leading_space
         self._bytes_of = cache(token_bytes)
@@ -55,7 +55,7 @@ class Tokenizer:
 
     @cached_property
     def _text_encoder(self) -> TextEncoder:
-        return TextEncoder(self._backend, {token_id: self._added[token_id] for token_id in self._special_ids})
+        return TextEncoder(self._backend, {token_id: self._added[token_id] for token_id in self.special_token_ids})
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -72,7 +72,7 @@ class Tokenizer:
         """A decoder for one answer: `step(id)` gives the text that became whole, `finish()` the rest."""
         return DecodeStream(
             self._bytes_of,
-            skipped_ids=self._special_ids if skip_special_tokens else frozenset(),
+            skipped_ids=self.special_token_ids if skip_special_tokens else frozenset(),
             strips_leading_space=self._strips_leading_space,
         )
 

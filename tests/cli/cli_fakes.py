@@ -16,12 +16,14 @@ from mmserve import cli
 from mmserve.commands import documents
 from mmserve.commands.documents import BatchCommandOptions, Task, TaskOptions, Worker, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
-from mmserve.errors import DocumentError, MMServeError, SetupError
+from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError
 from mmserve.pipelines.batch import Source
 
 Invoke = Callable[..., Result]
 app = typer.Typer()
 events: list[str] = []
+# How often a document that is busy is refused yet.
+num_refused = 0
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,23 @@ class Shout:
         return f"# {self.name}\n\n{self.text}\n"
 
 
+def _refuse() -> None:
+    global num_refused
+    num_refused -= 1
+    if num_refused >= 0:
+        raise EngineError("queue_full", "Too many requests wait.")
+
+
 def start(_engine: object, _reader: object, _prompts: object, tell: Callable[[str], None]) -> Worker:
     async def shout(source: Source) -> Shout:
         tell(f"Shouting {source.name}")
         text = source.path.read_text()
         if text.startswith("bad"):
             raise DocumentError("corrupt_document", "It is cut off.")
+        if text.startswith("pause"):
+            await asyncio.sleep(0.005)
+        if text.startswith("busy"):
+            _refuse()
         if text.startswith("slow"):
             print("waiting", file=sys.stderr, flush=True)
             await asyncio.sleep(60)

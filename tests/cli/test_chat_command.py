@@ -21,7 +21,7 @@ from mmserve.commands import chat
 from mmserve.commands.options import EngineOptions
 from mmserve.engine.prompt_builder import PromptBuilder
 from mmserve.errors import RequestError
-from mmserve.request import ImageSpan, SamplingParams
+from mmserve.request import ImageSpan, SamplingParams, StructuredOutput
 
 pytest_plugins = ["cli_fixtures"]
 pytestmark = pytest.mark.usefixtures("empty_place")
@@ -104,6 +104,22 @@ def test_a_prompt_is_answered_once(invoke: Invoke, engine: EchoEngine) -> None:
     assert engine.params is not None
     assert engine.is_ready
     assert (engine.params.temperature, engine.params.top_p, engine.params.stop) == (0.0, 0.95, ("x",))
+
+
+def test_a_schema_reaches_the_engine(invoke: Invoke, engine: EchoEngine) -> None:
+    Path("bill.json").write_text('{"type": "object"}')
+    assert invoke("chat", "Hi", "--json-schema", "bill.json", "-q").exit_code == 0
+    assert engine.params is not None
+    assert engine.params.structured == StructuredOutput(kind="json_schema", text='{"type": "object"}', lenient=True)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff"])
+def test_a_file_that_is_no_schema_is_a_usage_error(invoke: Invoke, engine: EchoEngine, content: bytes | None) -> None:
+    if content is not None:
+        Path("bill.json").write_bytes(content)
+    result = invoke("chat", "Hi", "--json-schema", "bill.json", "-q")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--json-schema" in result.stderr
 
 
 def test_the_demonstration_model_is_named_as_such(invoke: Invoke, engine: EchoEngine) -> None:

@@ -200,6 +200,73 @@ def test_resume_passes_over_a_torn_journal_line(invoke: Invoke) -> None:
     assert invoke("shout", "in", "-o", "out", "--resume", *QUIET_MODEL).stdout == ""
 
 
+def test_a_torn_journal_line_does_not_spoil_the_next(invoke: Invoke) -> None:
+    write({"in/a.txt": "one"})
+    invoke("shout", "in", "-o", "out", *QUIET_MODEL)
+    journal = Path("out/.mmserve-done.jsonl")
+    journal.write_text(journal.read_text() + '{"output": "b.t')
+    write({"in/b.txt": "two"})
+    assert invoke("shout", "in", "-o", "out", "--resume", *QUIET_MODEL).stdout == "# b.txt\n\nTWO\n"
+    assert invoke("shout", "in", "-o", "out", "--resume", *QUIET_MODEL).stdout == ""
+
+
+@pytest.mark.parametrize("output_format", ["md", "json", "jsonl"])
+def test_resume_knows_a_document_that_was_moved(invoke: Invoke, output_format: str) -> None:
+    write({"in/a.txt": "one", "in/b.txt": "two"})
+    invoke("shout", "in", "-r", "-o", "out", "-f", output_format, *QUIET_MODEL)
+    Path("in/sub").mkdir()
+    Path("in/a.txt").rename("in/sub/moved.txt")
+    cli_fakes.events.clear()
+    assert invoke("shout", "in", "-r", "-o", "out", "--resume", "-f", output_format, *QUIET_MODEL).exit_code == 0
+    assert cli_fakes.events == []
+    moved = outputs()[f"sub/moved.txt.{output_format}"]
+    assert moved == outputs()[f"a.txt.{output_format}"].replace("a.txt", "sub/moved.txt")
+    fresh = invoke("shout", "in", "-r", "-o", "fresh", "-f", output_format, *QUIET_MODEL)
+    assert fresh.exit_code == 0
+    assert outputs("fresh")[f"sub/moved.txt.{output_format}"] == moved
+
+
+def test_the_report_of_a_resumed_run_has_the_pages_of_earlier_runs(invoke: Invoke) -> None:
+    write({"in/a.txt": "large", "in/b.txt": "bad"})
+    run = ("shout", "in", "-o", "out", "--report", "errors.jsonl", *QUIET_MODEL)
+    assert invoke(*run).exit_code == 1
+    first = Path("errors.jsonl").read_text()
+    assert len(first.splitlines()) == 2
+    result = invoke(*run, "--resume")
+    assert sorted(Path("errors.jsonl").read_text().splitlines()) == sorted(first.splitlines())
+    assert "a.txt" not in result.stderr
+    Path("in/b.txt").unlink()
+    Path("in/a.txt").rename("in/c.txt")
+    assert invoke(*run, "--resume").exit_code == 0
+    assert json.loads(Path("errors.jsonl").read_text())["path"] == "in/c.txt"
+
+
+def test_resume_is_right_about_documents_that_changed_places(invoke: Invoke) -> None:
+    write({"in/a.txt": "one", "in/b.txt": "two"})
+    invoke("shout", "in", "-o", "out", *QUIET_MODEL)
+    write({"in/a.txt": "two", "in/b.txt": "one"})
+    assert invoke("shout", "in", "-o", "out", "--resume", *QUIET_MODEL).exit_code == 0
+    assert outputs() == {"a.txt.md": "# a.txt\n\nTWO\n", "b.txt.md": "# b.txt\n\nONE\n"}
+    assert invoke("shout", "in", "-o", "out", "--resume", *QUIET_MODEL).stdout == ""
+
+
+def test_what_a_killed_run_had_begun_to_write_is_taken_away(invoke: Invoke) -> None:
+    write({"in/sub/a.txt": "one", "out/sub/.mmserve-00ff.part": "half a res"})
+    assert invoke("shout", "in", "-r", "-o", "out", "--dry-run", *QUIET_MODEL).exit_code == 0
+    assert Path("out/sub/.mmserve-00ff.part").exists()
+    assert invoke("shout", "in", "-r", "-o", "out", *QUIET_MODEL).exit_code == 0
+    assert list(outputs()) == ["sub/a.txt.md"]
+
+
+def test_an_overload_that_passes_is_no_failure(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmserve.pipelines.batch._Batch._delay", lambda _batch, _attempt: 0.0)
+    monkeypatch.setattr(cli_fakes, "num_refused", 2)
+    write({"a.txt": "busy"})
+    assert invoke("shout", "a.txt", "--retries", "1", *QUIET_MODEL).exit_code == 1
+    monkeypatch.setattr(cli_fakes, "num_refused", 2)
+    assert invoke("shout", "a.txt", *QUIET_MODEL).stdout == "# a.txt\n\nBUSY\n"
+
+
 def test_outputs_inside_the_input_folder_are_not_inputs(invoke: Invoke) -> None:
     write({"in/a.txt": "one", "in/out/old.txt": "an output"})
     result = invoke("shout", "in", "-r", "--include", "*", "-o", "in/out", *QUIET_MODEL)

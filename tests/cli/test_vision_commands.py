@@ -45,6 +45,22 @@ def test_a_summary_by_pictures(model: Path) -> None:
     assert summary["usage"]["prompt_tokens"] > 2 * 20
 
 
+def test_pages_are_written_down_from_their_pictures_and_blank_ones_are_not_shown(model: Path) -> None:
+    write_pdf("The rent of the workshop is due in May.", "", "Three kilns may be connected.")
+    result = run("transcribe", model, "a.pdf", "--mode", "vision", "-f", "json", "-q", "--max-tokens", "8")
+    assert result.exit_code == 0, result.stderr
+    transcript = json.loads(result.stdout)
+    assert [page["source"] for page in transcript["pages"]] == ["vision", "none", "vision"]
+    assert [page["is_blank"] for page in transcript["pages"]] == [False, True, False]
+    assert 0 < transcript["usage"]["completion_tokens"] <= 16
+    in_auto = json.loads(run("transcribe", model, "a.pdf", "-f", "json", "-q").stdout)
+    assert [page["markdown"] for page in in_auto["pages"]][::2] == [
+        "The rent of the workshop is due in May.",
+        "Three kilns may be connected.",
+    ]
+    assert in_auto["usage"]["total_tokens"] == 0
+
+
 def test_a_question_about_a_picture(model: Path) -> None:
     Path("one.png").write_bytes(picture_bytes(1))
     Path("two.png").write_bytes(picture_bytes(2))

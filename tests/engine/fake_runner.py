@@ -116,11 +116,14 @@ class SchedulerDriver:
         *,
         max_tokens: int | None = None,
         images: tuple[ImageSpan, ...] = (),
+        cache_salt: bytes = b"",
     ) -> EngineSequence:
         """A prompt given as a number is that many of `own_token`."""
         tokens = list(prompt) if isinstance(prompt, Sequence) else [own_token(request_id)] * prompt
         params = params or SamplingParams(max_tokens=max_tokens)
-        sequence = EngineSequence(request_id, tokens, params, images=images, arrival_time=self.now)
+        sequence = EngineSequence(
+            request_id, tokens, params, images=images, arrival_time=self.now, cache_salt=cache_salt
+        )
         self.scheduler.add(sequence)
         self.answers[request_id] = []
         return sequence

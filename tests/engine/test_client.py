@@ -249,6 +249,32 @@ def test_settle_waits_until_aborts_have_taken_effect(client: EngineClient) -> No
     assert not client._settling
 
 
+def test_who_gives_up_on_settle_hurts_nobody(client: EngineClient) -> None:
+    async def give_up() -> None:
+        waiting = asyncio.wrap_future(client.settle())
+        waiting.cancel()
+        await asyncio.wrap_future(client.settle())
+
+    asyncio.run(give_up())
+    assert not client.settle().cancel()
+    assert len(tokens(client, PROMPT, greedy(3))) == 3
+
+
+def test_only_requests_of_one_salt_share_a_prefix(client: EngineClient) -> None:
+    prompt = [7 + i % 50 for i in range(64)]
+
+    async def ask(salt: bytes) -> tuple[int, tuple[int, ...]]:
+        deltas = [delta async for delta in client.generate(prompt, greedy(4), cache_salt=salt)]
+        return deltas[0].num_cached_tokens, tuple(token for delta in deltas for token in delta.token_ids)
+
+    async def scenario() -> list[tuple[int, tuple[int, ...]]]:
+        return [await ask(salt) for salt in (b"a", b"b", b"", b"a", b"b", b"")]
+
+    answers = asyncio.run(scenario())
+    assert [num_cached for num_cached, _ in answers] == [0, 0, 0, 48, 48, 48]
+    assert len({token_ids for _, token_ids in answers}) == 1
+
+
 def test_a_loop_that_ends_in_the_middle_does_not_hurt(client: EngineClient) -> None:
     """Its mailbox cannot be reached any more; asyncio.run closes the generator on the way out."""
     loop = asyncio.new_event_loop()

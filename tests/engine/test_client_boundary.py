@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mmserve.config import EngineConfig, ModelConfig, RopeConfig
-from mmserve.engine.client import Completion, CompletionDelta, EngineClient, Mailbox, RequestTimings
+from mmserve.engine.client import Completion, CompletionDelta, EngineClient, RequestTimings
 from mmserve.engine.completion import as_exception
+from mmserve.engine.mailbox import Mailbox
 from mmserve.engine.messages import (
     AbortRequest,
     EngineFailed,
@@ -261,9 +263,57 @@ def test_an_engine_that_cannot_start(client: EngineClient) -> None:
         asyncio.run(client.complete([1], SamplingParams()))
 
 
+def test_a_slow_reader_delays_neither_the_stop_string_nor_the_clock(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timings: list[RequestTimings] = []
+    client.observers.append(timings.append)
+    now = 100.0
+    monkeypatch.setattr("mmserve.engine.completion.time", SimpleNamespace(monotonic=lambda: now))
+
+    async def scenario() -> None:
+        nonlocal now
+        stream = client.generate([1, 2], SamplingParams(stop=("cd",), max_tokens=50))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        (child_id,) = engine(client).request_ids
+        engine(client).answer(TokenOutput(child_id, letters("a")))
+        assert (await first).text == "a"
+        for letter in "bcdefg":
+            now += 1.0
+            engine(client).answer(TokenOutput(child_id, letters(letter)))
+            await asyncio.sleep(0)
+        assert engine(client).aborted_ids == [child_id], "nobody has read past the first letter"
+        now += 1000.0
+        rest = [delta async for delta in stream]
+        assert "".join(delta.text for delta in rest) == "b"
+        assert (rest[-1].finish_reason, rest[-1].stop_reason) == ("stop", "cd")
+
+    run(scenario)
+    (timing,) = timings
+    assert timing.e2e_seconds == 3.0
+    assert timing.inter_token_latencies == (1.0, 1.0, 1.0)
+
+
+def test_a_fault_in_an_answer_reaches_its_reader(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(self: object, output: TokenOutput) -> None:
+        raise ZeroDivisionError("detokenizer")
+
+    monkeypatch.setattr("mmserve.engine.completion.AnswerBuilder.push", break_down)
+
+    async def scenario() -> None:
+        task = await started(client)
+        engine(client).answer(TokenOutput(engine(client).request_ids[0], letters("a")))
+        with pytest.raises(ZeroDivisionError):
+            await task
+        assert engine(client).aborted_ids == engine(client).request_ids
+
+    run(scenario)
+
+
 def test_a_reader_that_is_gone_with_its_loop(client: EngineClient) -> None:
     loop = asyncio.new_event_loop()
-    client._open(["gone/0"], Mailbox("gone", loop))
+    client._open(["gone/0"], Mailbox("gone", loop, {}, client._close))
     loop.close()
     engine(client).answer(TokenOutput("gone/0", letters("x")))
     engine(client).say(EngineFailed("engine_dead", "gone"))

@@ -178,7 +178,7 @@ def test_a_process_serves_aborts_refuses_and_dies(folder: Path) -> None:
     with started(engine_config(folder)) as thread:
         expected = asyncio.run(thread.complete(PROMPT, greedy(20)))[0].token_ids
     timings: list[RequestTimings] = []
-    with started(replace(engine_config(folder), use_process=True)) as client:
+    with started(replace(engine_config(folder), use_process=True, max_engine_restarts=0)) as client:
         client.wait_until_ready(START_SECONDS)
         client.observers.append(timings.append)
         assert client.max_model_len == 512

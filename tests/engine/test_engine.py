@@ -1,7 +1,7 @@
 """The engine's one step, and what it answers to requests that it cannot serve."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,9 +112,10 @@ def test_a_step_that_can_run_nothing_is_empty(folder: Path, async_scheduling: bo
     engine = Engine(replace(config, async_scheduling=async_scheduling))
     runner, cache = engine._runner, engine.scheduler.images.cache
 
-    def encode(images: Sequence[ImageSpan]) -> None:
+    def encode(images: Sequence[ImageSpan]) -> Callable[[], float]:
         for image in images:
             cache.put(image.content_hash, torch.zeros(image.length, runner.model_config.hidden_size))
+        return lambda: 0.0
 
     runner.encoder.encode = encode  # type: ignore[method-assign]
     engine.scheduler.add(sequence_of("first", [15, ("c", 7)], max_tokens=5))

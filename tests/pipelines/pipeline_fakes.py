@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.config import EngineConfig, SchedulerConfig
-from mmserve.pipelines.engine_protocol import TextTokenizer
+from mmserve.pipelines.ask import AnswerResult, AskOptions, ask
+from mmserve.pipelines.engine_protocol import Prompts, TextTokenizer
 from mmserve.pipelines.events import Event
-from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
+from mmserve.pipelines.extract import ExtractionResult, ExtractOptions, extract
+from mmserve.pipelines.summarize import SummarizeOptions, summarize
+from mmserve.pipelines.summary import Summary
 from mmserve.request import FinishReason, ImageSpan, SamplingParams
 from mmserve.vision.image_source import ImageSource, PixelLimits
-from mmserve.vision.page_types import Document, Page
+from mmserve.vision.page_types import Document, Page, PageForm
 
 
 class WordTokenizer:
@@ -134,7 +137,9 @@ class GivenPages:
     async def open(self, path: Path, *, name: str | None = None) -> Document:
         return Document(path, name or path.name, "application/pdf", "ab" * 32, len(self.given), self.attachments)
 
-    async def pages(self, document: Document, selection: Sequence[int] | None = None) -> AsyncIterator[Page]:
+    async def pages(
+        self, document: Document, selection: Sequence[int] | None = None, *, form: PageForm = "text"
+    ) -> AsyncIterator[Page]:
         try:
             for number in selection or range(1, len(self.given) + 1):
                 await asyncio.sleep(0)
@@ -148,6 +153,47 @@ class GivenPages:
         if isinstance(page, Page):
             return page
         return Page(number, page, "text_layer" if page else "none", is_blank=not page)
+
+
+def answer_of(
+    question: str,
+    document: Sequence[str | Page] | GivenPages,
+    engine: ScriptedTextEngine,
+    on_event: Callable[[Event], None] | None = None,
+    prompts: Prompts | None = None,
+    **options: Any,
+) -> AnswerResult:
+    reader = document if isinstance(document, GivenPages) else GivenPages(document)
+    return asyncio.run(
+        ask(
+            Path("minutes.pdf"),
+            engine=engine,
+            prompts=prompts or TextPrompts(engine.tokenizer),
+            reader=reader,
+            options=AskOptions(question=question, **options),
+            on_event=on_event,
+        )
+    )
+
+
+def extraction_of(
+    document: Sequence[str | Page] | GivenPages,
+    engine: ScriptedTextEngine,
+    on_event: Callable[[Event], None] | None = None,
+    prompts: Prompts | None = None,
+    **options: Any,
+) -> ExtractionResult:
+    reader = document if isinstance(document, GivenPages) else GivenPages(document)
+    return asyncio.run(
+        extract(
+            Path("minutes.pdf"),
+            engine=engine,
+            prompts=prompts or TextPrompts(engine.tokenizer),
+            reader=reader,
+            options=ExtractOptions(**options),
+            on_event=on_event,
+        )
+    )
 
 
 def summary_of(

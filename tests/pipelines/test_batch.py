@@ -21,6 +21,8 @@ from mmserve.pipelines.batch import (
     run_batch,
 )
 
+AT_ONCE = BatchOptions(first_delay=0.0)
+
 
 @dataclass(frozen=True)
 class Text:
@@ -197,9 +199,74 @@ def test_other_errors_end_their_document(tmp_path: Path, error: Exception, code:
         return Text("fine")
 
     sink = MemorySink()
-    asyncio.run(run_batch(write_documents(tmp_path, {"a": "1", "b": "2"}), work, sink))
+    asyncio.run(run_batch(write_documents(tmp_path, {"a": "1", "b": "2"}), work, sink, AT_ONCE))
     assert [(failure.path, failure.code) for failure in sink.failures] == [(str(tmp_path / "a"), code)]
     assert sink.written == {"b": "fine"}
+
+
+@pytest.mark.parametrize(
+    ("error", "num_tries"),
+    [
+        (EngineError("queue_full", "Too many requests wait."), 3),
+        (EngineError("engine_not_ready", "The model is still being loaded."), 3),
+        (DocumentError("timeout", "Reading it took more than 60 seconds."), 3),
+        (OSError(errno.EIO, "Input/output error"), 3),
+        (TimeoutError("slow disk"), 3),
+        (DocumentError("corrupt_document", "It is cut off."), 1),
+        (RequestError("timeout", "Not done within 5 seconds."), 1),
+        (RequestError("context_length_exceeded", "It is too long."), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 1),
+        (FileNotFoundError(errno.ENOENT, "No such file"), 1),
+        (ZeroDivisionError("division by zero"), 1),
+    ],
+)
+def test_only_what_may_heal_is_tried_again(tmp_path: Path, error: Exception, num_tries: int) -> None:
+    tries = []
+
+    async def work(source: Source) -> Text:
+        tries.append(source.name)
+        raise error
+
+    sink = MemorySink()
+    totals = asyncio.run(run_batch(write_documents(tmp_path, {"a": "1"}), work, sink, AT_ONCE))
+    assert tries == ["a"] * num_tries
+    assert len(sink.failures) == 1
+    assert totals == BatchTotals(num_failed=1)
+
+
+def test_what_heals_is_done_and_no_failure(tmp_path: Path) -> None:
+    tries = []
+
+    async def work(source: Source) -> Text:
+        tries.append(source.name)
+        if len(tries) < 3:
+            raise EngineError("queue_full", "Too many requests wait.")
+        return Text("fine")
+
+    sink = MemorySink()
+    sources = write_documents(tmp_path, {"a": "1"})
+    assert asyncio.run(run_batch(sources, work, sink, AT_ONCE)) == BatchTotals(num_done=1)
+    assert (sink.written, sink.failures) == ({"a": "fine"}, [])
+    tries.clear()
+    totals = asyncio.run(run_batch(sources, work, sink, BatchOptions(first_delay=0.0, retries=1)))
+    assert totals == BatchTotals(num_failed=1)
+
+
+def test_who_is_overloaded_says_when_to_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+
+    async def note(delay: float) -> None:
+        delays.append(delay)
+
+    async def work(source: Source) -> Text:
+        error = EngineError("queue_full", "Too many requests wait.")
+        error.retry_after = 7.0 if not delays else None
+        raise error
+
+    monkeypatch.setattr("mmserve.pipelines.batch._sleep", note)
+    asyncio.run(run_batch(write_documents(tmp_path, {"a": "1"}), work, MemorySink()))
+    assert delays[0] == 7.0
+    assert 1.0 <= delays[1] <= 1.5
 
 
 def test_a_document_that_is_gone_or_known_to_be_unreadable_fails(tmp_path: Path) -> None:
@@ -279,6 +346,8 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path: Path) -> No
 def test_options_are_checked() -> None:
     with pytest.raises(RequestError, match="--jobs"):
         BatchOptions(jobs=0)
+    with pytest.raises(RequestError, match="--retries"):
+        BatchOptions(retries=-1)
     with pytest.raises(RequestError, match="--timeout"):
         BatchOptions(timeout=0.0)
 

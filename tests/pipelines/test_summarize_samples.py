@@ -10,7 +10,8 @@ import pytest
 from mmserve.config import CacheConfig, EngineConfig
 from mmserve.engine.client import EngineClient
 from mmserve.engine.prompt_builder import PromptBuilder
-from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
+from mmserve.pipelines.summarize import SummarizeOptions, summarize
+from mmserve.pipelines.summary import Summary
 from mmserve.vision.pages import PageLimits, PageReader
 
 SAMPLES = Path(__file__).parents[2] / "samples"

@@ -12,7 +12,8 @@ from vision_fakes import SeeingPrompts
 
 from mmserve.errors import RequestError
 from mmserve.pipelines.events import Event, RequestSubmitted
-from mmserve.pipelines.summarize import SummarizeOptions, Summary, summarize
+from mmserve.pipelines.summarize import SummarizeOptions, summarize
+from mmserve.pipelines.summary import Summary
 from mmserve.vision.image_source import PixelLimits
 from mmserve.vision.page_types import Document, Page
 

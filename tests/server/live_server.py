@@ -1,9 +1,11 @@
 """A server on a real socket, in a thread of the test's process."""
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,14 +34,27 @@ class LiveServer:
 
 
 @contextmanager
-def serving(engine: Any, *, reader: Any = None, prompts: Any = None, **settings: Any) -> Iterator[LiveServer]:
-    chosen = ServerSettings(**{"shutdown_timeout": 0.2, **settings})
-    server = LiveServer(create_app(engine, reader, chosen, prompts), chosen)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+def serving(
+    engine: Any,
+    *,
+    reader: Any = None,
+    prompts: Any = None,
+    tracing: Any = None,
+    middleware: Any = None,
+    **settings: Any,
+) -> Iterator[LiveServer]:
+    """With files and jobs in a folder of its own, unless `settings` name one."""
+    with tempfile.TemporaryDirectory(prefix="mmserve-data-") as folder:
+        chosen = ServerSettings(**{"shutdown_timeout": 0.2, "data_dir": Path(folder), **settings})
+        app = create_app(engine, reader, chosen, prompts, tracing)
+        if middleware is not None:
+            app.add_middleware(middleware)
+        server = LiveServer(app, chosen)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 def wait_until(condition: Callable[[], Any], *, seconds: float = 10.0) -> None:

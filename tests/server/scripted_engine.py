@@ -47,6 +47,7 @@ class ScriptedEngine:
     fail_after: int = 0
     state: Literal["starting", "ready", "dead"] = "ready"
     stats: EngineStats = field(default_factory=EngineStats)
+    num_restarts: int = 0
     max_model_len: int = 4096
     config: EngineConfig = field(
         default_factory=lambda: EngineConfig(
@@ -58,6 +59,7 @@ class ScriptedEngine:
     prompts: list[str] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     images: list[tuple[ImageSpan, ...]] = field(default_factory=list)
+    salts: list[bytes] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -69,11 +71,15 @@ class ScriptedEngine:
         *,
         request_id: str | None = None,
         images: Sequence[ImageSpan] = (),
+        cache_salt: bytes = b"",
     ) -> AsyncGenerator[CompletionDelta, None]:
         name = request_id or "anonymous"
-        self.prompts.append(bytes(prompt_token_ids).decode())
+        if not all(0 <= token_id < ByteTokenizer.vocab_size for token_id in prompt_token_ids):
+            raise RequestError("invalid_request", "the prompt has tokens that are none")
+        self.prompts.append(bytes(prompt_token_ids).decode(errors="replace"))
         self.params.append(params)
         self.images.append(tuple(images))
+        self.salts.append(cache_salt)
         self.started.append(name)
         try:
             async for delta in self._script(len(prompt_token_ids), params):

@@ -42,6 +42,7 @@ class CountingEngine(ScriptedEngine):
         *,
         request_id: str | None = None,
         images: Sequence[ImageSpan] = (),
+        cache_salt: bytes = b"",
     ) -> AsyncGenerator[CompletionDelta, None]:
         self.prompt_ids.append(tuple(prompt_token_ids))
         self.num_running += 1

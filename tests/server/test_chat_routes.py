@@ -202,7 +202,6 @@ def test_messages_of_openai_clients_are_understood(client: openai.OpenAI, engine
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
         ({"temprature": 1}, "temprature"),

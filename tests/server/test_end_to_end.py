@@ -29,13 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_reference_model("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def start_engine(model: Path, *, use_process: bool) -> EngineClient:
+def start_engine(model: Path, *, use_process: bool, **settings: Any) -> EngineClient:
     config = EngineConfig(
         model=str(model),
         served_model_name=("tiny",),
         num_threads=1,
         use_process=use_process,
         cache=CacheConfig(memory_bytes=8 * 1024**2),
+        **settings,
     )
     return EngineClient.start(config)
 
@@ -156,29 +157,50 @@ def test_metrics_count_what_was_done(server: LiveServer) -> None:
     assert value('mmserve_request_success_total{finished_reason="length"}') >= 2
 
 
-def test_a_killed_engine_process_fails_its_requests_at_once_and_health_says_so(model: Path) -> None:
-    engine = start_engine(model, use_process=True)
+def pid_of(engine: EngineClient) -> int:
     assert isinstance(engine.transport, ProcessTransport)
-    pid = engine.transport.pid
-    assert pid is not None
+    assert engine.transport.pid is not None
+    return engine.transport.pid
+
+
+def test_a_killed_engine_process_fails_its_requests_at_once_and_comes_back(model: Path) -> None:
+    engine = start_engine(model, use_process=True)
     try:
         with serving(engine) as server, ThreadPoolExecutor() as pool:
-            assert httpx.get(f"{server.url}/health").status_code == 200
             wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, seconds=60)
             url = f"{server.url}/v1/completions"
-            whole = pool.submit(httpx.post, url, json={"prompt": "a", **LONG_ANSWER, "n": 16}, timeout=30)
-            streamed = pool.submit(
-                httpx.post, url, json={"prompt": "a", **LONG_ANSWER, "stream": True, "n": 16}, timeout=30
-            )
+            body = {"prompt": "a", **LONG_ANSWER, "n": 16}
+            whole = pool.submit(httpx.post, url, json=body, timeout=30)
+            streamed = pool.submit(httpx.post, url, json={**body, "stream": True}, timeout=30)
             wait_until(lambda: engine.stats.num_requests_running == 32)
             killed = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid_of(engine), signal.SIGKILL)
             assert whole.result().status_code == 503
             assert whole.result().json()["error"]["code"] == "engine_dead"
             assert '"code":"engine_dead"' in streamed.result().text
             assert time.monotonic() - killed < 2
-            assert httpx.get(f"{server.url}/health").status_code == 503
+            early = httpx.post(url, json={"prompt": "a"})
+            assert (early.status_code, early.json()["error"]["code"]) == (503, "engine_not_ready")
+            assert int(early.headers["retry-after"]) > 0
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            between = httpx.get(f"{server.url}/ready")
+            assert (between.status_code, "started again" in between.text) == (503, True)
+            wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, seconds=60)
+            assert httpx.post(url, json={"prompt": "a"}, timeout=30).status_code == 200
+            assert "mmserve_engine_restarts_total 1.0" in httpx.get(f"{server.url}/metrics").text
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_stays_dead_is_said_by_health(model: Path) -> None:
+    engine = start_engine(model, use_process=True, max_engine_restarts=0)
+    try:
+        with serving(engine) as server:
+            wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200, seconds=60)
+            os.kill(pid_of(engine), signal.SIGKILL)
+            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
             assert httpx.get(f"{server.url}/ready").status_code == 503
-            assert httpx.post(url, json={"prompt": "a"}).json()["error"]["code"] == "engine_dead"
+            refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+            assert refused.json()["error"]["code"] == "engine_dead"
     finally:
         engine.close()

@@ -18,7 +18,8 @@ both = pytest.mark.parametrize("num_prompts", [1, 2], ids=["one prompt", "two pr
 
 
 def state_of(engine: ScriptedEngine) -> Any:
-    return SimpleNamespace(engine=engine, gate=AdmissionGate(max_in_flight=9, max_waiting=9, num_waiting=int))
+    gate = AdmissionGate(max_in_flight=9, max_waiting=9, num_waiting=int)
+    return SimpleNamespace(engine_for=lambda owner, cache_salt: engine, gate=gate)
 
 
 def request(num_prompts: int, *, n: int = 1) -> GenerationRequest:

@@ -274,13 +274,15 @@ def test_metrics_have_the_promised_names_and_true_values() -> None:
         wait_until(lambda: 'mmserve_request_success_total{finished_reason="abort"} 1.0' in scrape(server))
         wait_until(lambda: "mmserve_e2e_request_latency_seconds_count 2.0" in scrape(server))
         lines = scrape(server).splitlines()
-    assert {line for line in lines if not line.startswith("#") and "_bucket" not in line} == {
+    assert {line for line in lines if not line.startswith(("#", "mmserve_http_")) and "_bucket" not in line} == {
         "mmserve_num_requests_running 3.0",
         "mmserve_num_requests_waiting 2.0",
         "mmserve_kv_cache_usage_ratio 0.25",
         "mmserve_prefix_cache_queries_total 500.0",
         "mmserve_prefix_cache_hits_total 125.0",
         "mmserve_num_preemptions_total 7.0",
+        "mmserve_engine_restarts_total 0.0",
+        "mmserve_jobs_running 0.0",
         "mmserve_encoder_cache_queries_total 12.0",
         "mmserve_encoder_cache_hits_total 5.0",
         "mmserve_encoder_tokens_total 640.0",

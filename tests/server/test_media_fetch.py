@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 
 from mmserve.errors import RequestError
-from mmserve.server.media_fetch import (
-    AllowedHosts,
-    IPAddress,
-    MediaFetcher,
-    Resolver,
-    is_public,
-    parse_allowed_hosts,
-    resolve,
-)
+from mmserve.jobs.outbound import AllowedHosts, IPAddress, Resolver, is_public, parse_allowed_hosts, resolve
+from mmserve.server.media_fetch import MediaFetcher
 
 LOOPBACK: IPAddress = ipaddress.ip_address("127.0.0.1")
 CONTENT = b"\x89PNG picture"

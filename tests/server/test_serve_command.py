@@ -124,8 +124,25 @@ def test_an_address_in_use_is_said_before_anything_is_loaded(model: Path) -> Non
     assert "--port" in said
 
 
+def test_a_data_folder_that_cannot_be_had_is_said_before_it_serves(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with serving_process(model, "--port", "0", "--data-dir", str(tmp_path / "taken")) as served:
+        code, said = served.end()
+    assert code == 1
+    assert said.startswith("mmserve: Files could not be stored")
+    assert "Traceback" not in said
+
+
 def test_help_tells_a_newcomer_what_it_does() -> None:
     environment = {**os.environ, "COLUMNS": "200"}
     shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, env=environment, check=True).stdout
-    for text in ("/v1/summarize", "--port", "127.0.0.1", "--shutdown-timeout", "--kv-cache-memory-bytes", "--ocr"):
+    for text in (
+        "/v1/summarize",
+        "--port",
+        "127.0.0.1",
+        "--shutdown-timeout",
+        "--kv-cache-memory-bytes",
+        "--ocr",
+        "--data-dir",
+    ):
         assert text in shown

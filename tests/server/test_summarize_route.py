@@ -114,7 +114,7 @@ def test_a_file_that_came_alone_fails_with_the_status_of_its_fault(
 
 
 def test_a_stream_tells_progress_text_results_errors_and_the_end(server: LiveServer) -> None:
-    events = events_of(post(server, ("a.txt", TEXT), ("bad.pdf", DAMAGED), stream="true"))
+    events = events_of(post(server, ("a.txt", TEXT), ("bad.pdf", DAMAGED), stream="true", no_cache="true"))
     names = [name for name, _ in events]
     assert {"progress", "delta", "result", "error"} <= set(names)
     assert names[-1] == "done"
@@ -162,8 +162,8 @@ def test_what_is_no_upload_is_told_how_to_be_one(server: LiveServer) -> None:
     url = f"{server.url}/v1/summarize"
     boundary = {"content-type": "multipart/form-data; boundary=b"}
     field = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\ntext\r\n--b--\r\n'
-    as_json = httpx.post(url, json={"file": "a"})
-    assert (as_json.status_code, as_json.json()["error"]["code"]) == (415, "unsupported_type")
+    as_text = httpx.post(url, content=b"a", headers={"content-type": "text/plain"})
+    assert (as_text.status_code, as_text.json()["error"]["code"]) == (415, "unsupported_type")
     for content in (field % b"other", field % b"file", b"--b\r\nnonsense", b"", b"--b--\r\n"):
         refused = httpx.post(url, content=content, headers=boundary)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from broken_pictures import cut_before_last_frame_data, with_transparency
 from document_makers import save, write
 from PIL import Image, ImageCms, ImageDraw
 
 from mmserve.errors import DocumentError
-from mmserve.vision.image import ImageFile
+from mmserve.vision.image import ImageFile, normalise
 from mmserve.vision.page_types import PageLimits
 
 BUDGET = 10_000_000
@@ -268,3 +269,142 @@ def test_small_and_thin_pictures_are_decoded(tmp_path: Path, size: tuple[int, in
     pixels = pixels_of(save(tmp_path, "a.png", Image.new("RGB", size)), "image/png", budget=1000)
     assert pixels.ndim == 3
     assert pixels.shape[0] >= 1
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "I", "F", "I;16"])
+def test_a_picture_of_any_mode_is_a_page_of_a_tiff(tmp_path: Path, mode: str) -> None:
+    """Black on the left, white on the right, as the second page behind one in color."""
+    half = Image.new("L", (64, 32), 255)
+    half.paste(0, (0, 0, 32, 32))
+    if mode == "I;16":
+        page = Image.fromarray(np.asarray(half).astype(np.uint16) * 257)
+    else:
+        page = half.convert("RGB").convert("L" if mode == "I" else mode)
+        page = Image.fromarray(np.asarray(half).astype(np.int32)) if mode == "I" else page
+    path = save(tmp_path, "a.tiff", two_colors(), save_all=True, append_images=[page])
+    pixels = pixels_of(path, "image/tiff", number=2)
+    assert pixels.shape == (32, 64, 3)
+    assert is_near(pixels[16, 8], (0, 0, 0))
+    assert is_near(pixels[16, 56], (255, 255, 255))
+    assert is_near(pixels_of(path, "image/tiff")[10, 50], RED)
+
+
+@pytest.mark.parametrize("mode", ["La", "LA", "PA", "RGBa", "RGBA"])
+def test_every_mode_with_transparency_is_laid_on_white(mode: str) -> None:
+    clear = Image.new("RGBA", (40, 40), (0, 0, 0, 0))
+    ImageDraw.Draw(clear).rectangle((10, 10, 30, 30), fill=(0, 0, 0, 255))
+    through = {"La": ("LA", "La"), "PA": ("P", "PA")}.get(mode, (mode,))
+    picture = clear
+    for step in through:
+        picture = picture.convert(step)
+    pixels = np.asarray(normalise(picture, BUDGET))
+    assert is_near(pixels[20, 20], (0, 0, 0))
+    assert is_near(pixels[2, 2], (255, 255, 255)) or mode == "PA"
+
+
+@pytest.mark.parametrize(("suffix", "media_type"), [("webp", "image/webp"), ("avif", "image/avif")])
+def test_transparency_of_webp_and_avif_is_laid_on_white(tmp_path: Path, suffix: str, media_type: str) -> None:
+    clear = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    ImageDraw.Draw(clear).rectangle((20, 20, 44, 44), fill=(0, 0, 0, 255))
+    pixels = pixels_of(save(tmp_path, f"a.{suffix}", clear), media_type)
+    assert is_near(pixels[4, 4], (255, 255, 255))
+    assert is_near(pixels[32, 32], (0, 0, 0))
+
+
+@pytest.mark.parametrize("codec", ["webp", "avif"])
+def test_a_codec_that_is_missing_is_named(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, f"a.{codec}", two_colors())
+    monkeypatch.setattr("PIL.features.check", lambda name: name != codec)
+    with pytest.raises(DocumentError) as caught:
+        pixels_of(path, f"image/{codec}")
+    assert caught.value.code == "unsupported_type"
+    assert codec.upper() in caught.value.message
+
+
+@pytest.mark.parametrize(("suffix", "media_type"), [("tiff", "image/tiff"), ("avif", "image/avif")])
+def test_orientation_of_other_formats_is_applied(tmp_path: Path, suffix: str, media_type: str) -> None:
+    exif = Image.Exif()
+    exif[0x112] = 6
+    lying = two_colors().transpose(Image.Transpose.ROTATE_90)
+    options: dict[str, Any] = {"tiffinfo": {274: 6}} if suffix == "tiff" else {"exif": exif}
+    pixels = pixels_of(save(tmp_path, f"a.{suffix}", lying, **options), media_type)
+    assert pixels.shape == (64, 96, 3)
+    assert is_near(pixels[10, 50], RED, 40)
+    assert is_near(pixels[50, 50], GREEN, 40)
+
+
+def test_each_frame_stands_upright_by_its_own_orientation(tmp_path: Path) -> None:
+    lying = two_colors().transpose(Image.Transpose.ROTATE_90)
+    lying.encoderinfo = {"tiffinfo": {274: 6}}
+    path = save(tmp_path, "a.tiff", two_colors(), save_all=True, append_images=[lying])
+    for number in (1, 2):
+        pixels = pixels_of(path, "image/tiff", number=number)
+        assert pixels.shape == (64, 96, 3)
+        assert is_near(pixels[10, 50], RED, 40)
+
+
+def test_twelve_bits_in_sixteen_are_scaled(tmp_path: Path) -> None:
+    ramp = np.tile(np.linspace(0, 4095, 256).astype(np.uint16), (8, 1))
+    pixels = pixels_of(save(tmp_path, "a.tiff", Image.fromarray(ramp)), "image/tiff")
+    assert np.abs(pixels[0, :, 0].astype(int) - np.arange(256)).max() <= 1
+
+
+def test_an_animation_whose_second_frame_is_broken_is_refused(tmp_path: Path) -> None:
+    whole = save(tmp_path, "a.gif", two_colors(), save_all=True, append_images=[Image.new("RGB", (96, 64), "blue")])
+    path = write(tmp_path, "b.gif", cut_before_last_frame_data(whole.read_bytes()))
+    with pytest.raises(DocumentError) as caught:
+        ImageFile(path, "b.gif", "image/gif", PageLimits())
+    assert caught.value.code == "corrupt_document"
+
+
+def test_a_transparent_color_beyond_the_palette_is_refused(tmp_path: Path) -> None:
+    data = with_transparency(save(tmp_path, "a.png", two_colors().quantize(8)).read_bytes(), b"\xff" * 300 + b"\0")
+    with pytest.raises(DocumentError) as caught:
+        pixels_of(write(tmp_path, "b.png", data), "image/png")
+    assert caught.value.code == "corrupt_document"
+
+
+@pytest.mark.parametrize(
+    ("compression", "mode"),
+    [
+        ("tiff_lzw", "RGB"),
+        ("tiff_adobe_deflate", "RGB"),
+        ("jpeg", "RGB"),
+        ("packbits", "1"),
+        ("group3", "1"),
+        ("group4", "1"),
+    ],
+)
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_half_a_tiff_of_any_compression_is_refused(tmp_path: Path, compression: str, mode: str, share: float) -> None:
+    noise = Image.effect_noise((300, 200), 80).convert("RGB").convert(mode)
+    data = save(tmp_path, "a.tiff", noise, compression=compression).read_bytes()
+    with pytest.raises(DocumentError) as caught:
+        pixels_of(write(tmp_path, "b.tiff", data[: int(len(data) * share)]), "image/tiff")
+    assert caught.value.code == "corrupt_document"
+
+
+def test_of_a_cut_off_fax_the_whole_pages_are_read(tmp_path: Path) -> None:
+    """The list of frames is whole, the last one's data is not."""
+    noise = Image.effect_noise((300, 200), 80)
+    data = save(tmp_path, "a.tiff", two_colors(), save_all=True, append_images=[noise]).read_bytes()
+    image = ImageFile(write(tmp_path, "b.tiff", data[:-500]), "b.tiff", "image/tiff", PageLimits())
+    assert is_near(image.pixels(1, BUDGET)[10, 50], RED)
+    with pytest.raises(DocumentError) as caught:
+        image.pixels(2, BUDGET)
+    assert caught.value.code == "corrupt_document"
+    image.close()
+
+
+def test_a_picture_that_takes_too_much_memory_to_measure_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhaust(self: object) -> None:
+        raise MemoryError
+
+    image = ImageFile(save(tmp_path, "a.png", two_colors()), "a.png", "image/png", PageLimits())
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load_end", exhaust)
+    with pytest.raises(DocumentError) as caught:
+        image.size(1)
+    assert caught.value.code == "page_too_large"
+    image.close()

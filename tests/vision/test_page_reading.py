@@ -255,7 +255,7 @@ def test_a_slide_on_a_shaded_background_takes_no_ocr(
 
     path = write(tmp_path, "a.pdf", draw_pdf(draw))
     document = Document(path, "a.pdf", "application/pdf", "0" * 64, 1)
-    (page,) = worker.read_without_ocr(document, [1])
+    (page,) = worker.read_without_ocr(document, [1], "text")
     assert page is not None
     assert page.text.splitlines() == list(PROSE)
 
@@ -316,3 +316,50 @@ def test_every_page_of_a_picture_file_is_read(read: Read, tmp_path: Path) -> Non
     assert "number 0 of" in first.text
     assert "number 1 of" in second.text
     assert (blank.is_blank, blank.width, blank.height) == (True, 500.0, 300.0)
+
+
+def test_a_table_of_the_text_layer_is_laid_out_where_that_is_asked_for(worker: PageWorker) -> None:
+    page = worker.read_page(sample("soil-table.pdf"), 1, "markdown")
+    assert page.markdown.startswith("# Soil analysis, Fallowfield Farm\n\n")
+    assert "| Orchard | 3.1 | Sandy loam | 6.1 | 52 | 265 | 79 | 5.6% | 2.0 |" in page.markdown
+    assert "| Total | 74.2 |  |  |  |  |  |  |  |" in page.markdown
+    assert page.text == worker.read_page(sample("soil-table.pdf"), 1).text
+    assert worker.read_page(sample("soil-table.pdf"), 1).markdown == ""
+
+
+@pytest.mark.parametrize("rotation", [90, 180, 270])
+def test_a_turned_page_is_laid_out_upright(worker: PageWorker, tmp_path: Path, rotation: int) -> None:
+    def turn(pdf: pikepdf.Pdf) -> None:
+        pdf.pages[0].Rotate = rotation
+
+    original = sample("soil-table.pdf")
+    path = write(tmp_path, "turned.pdf", edit_pdf(original.path.read_bytes(), turn))
+    turned = Document(path, path.name, original.media_type, "0" * 64, 1)
+    upright = worker.read_page(original, 1, "markdown").markdown
+    assert set(worker.read_page(turned, 1, "markdown").markdown.split("\n")) == set(upright.split("\n"))
+
+
+def test_tables_of_scans_are_laid_out_from_where_ocr_found_their_cells(worker: PageWorker) -> None:
+    receipt = worker.read_page(sample("receipt.png"), 1, "markdown").markdown
+    assert "| Exterior paint 2.5 l | 34.50 |" in receipt
+    assert "| TOTAL GBP | 59.47 |" in receipt
+    report = worker.read_page(sample("lift-repair.tiff"), 2, "markdown").markdown
+    assert "| Part | Number | Quantity | Price |\n| --- | --- | ---: | ---: |\n" in report
+    assert "| Labour, hours |  | 2.5 | £225.00 |" in report
+    assert "adjusted the brake. Twenty test runs with 1,200 kg were made without a fault." in report
+
+
+def test_a_page_for_who_looks_himself_takes_no_ocr(worker: PageWorker, tmp_path: Path) -> None:
+    data = draw_pdf(draw_picture(scan_page()), draw_nothing, write_lines(PROSE))
+    path = write(tmp_path, "a.pdf", data)
+    document = Document(path, path.name, "application/pdf", "0" * 64, 3)
+    scan, blank, digital = (worker.read_page(document, number, "picture") for number in (1, 2, 3))
+    assert (scan.text, scan.is_blank, scan.source) == ("", False, "none")
+    assert blank.is_blank
+    assert digital.source == "text_layer"
+
+
+def sample(name: str) -> Document:
+    path = Path(__file__).parents[2] / "samples" / name
+    media_type = {".pdf": "application/pdf", ".png": "image/png", ".tiff": "image/tiff"}[path.suffix]
+    return Document(path, name, media_type, "0" * 64, 1)

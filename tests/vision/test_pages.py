@@ -240,10 +240,10 @@ def test_a_page_that_takes_too_long_is_reported_and_the_rest_come(tmp_path: Path
 
     first, second, third = asyncio.run(all_pages())
     assert second.problem is not None
-    assert second.problem.code == "timeout"
+    assert second.problem.code == "page_timeout"
     assert "page 2 of a.tiff" in second.problem.message
     assert second.text == ""
-    assert {page.problem.code if page.problem else None for page in (first, third)} <= {None, "timeout"}
+    assert {page.problem.code if page.problem else None for page in (first, third)} <= {None, "page_timeout"}
 
 
 def test_memory_of_a_worker_is_bounded(tmp_path: Path) -> None:

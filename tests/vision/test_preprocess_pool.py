@@ -340,3 +340,22 @@ def test_bytes_of_a_reference_are_those_of_its_pixels(pool: PreprocessPool, tmp_
     (processed,) = asyncio.run(process(pool, picture(tmp_path, 50)))
     (ref,) = processed.patches
     assert num_bytes(ref) == ref.shape[0] * ref.shape[1] * 4
+
+
+def test_pictures_are_shared_within_one_salt_only(pool: PreprocessPool, tmp_path: Path) -> None:
+    image = picture(tmp_path, 77)
+
+    async def digest(salt: bytes) -> bytes:
+        planned = await pool.plan(image, PixelLimits(), salt)
+        async with pool.hold([planned]):
+            return pool.digest(planned)
+
+    async def run() -> tuple[list[bytes], int]:
+        before = pool.stats.num_images
+        digests = [await digest(salt) for salt in (b"", b"a", b"b", b"a", b"")]
+        return digests, pool.stats.num_images - before
+
+    digests, num_processed = asyncio.run(run())
+    assert num_processed == len(set(digests)) == 3
+    assert (digests[0], digests[1]) == (digests[4], digests[3])
+    assert sum((image.digest, salt) in pool._sizes for salt in (b"", b"a", b"b")) == 3

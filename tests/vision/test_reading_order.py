@@ -55,3 +55,13 @@ def test_four_quarters_are_a_whole_turn(turns: int) -> None:
 
 def test_no_lines_make_no_text() -> None:
     assert text_of([]) == ""
+
+
+def test_what_stands_side_by_side_is_read_from_the_right_where_text_runs_to_the_left() -> None:
+    assert text_of([Line("בית", 0, 0, 50, 10), Line("ספר", 60, 0, 100, 10)]) == "ספר  בית"
+
+
+def test_columns_are_read_from_the_right_where_text_runs_to_the_left() -> None:
+    left = [Line(f"שמאל {n}", 0, 20 * n, 90, 20 * n + 10) for n in range(4)]
+    right = [Line(f"ימין {n}", 110, 20 * n, 200, 20 * n + 10) for n in range(4)]
+    assert text_of([*left, *right]).splitlines() == [f"ימין {n}" for n in range(4)] + [f"שמאל {n}" for n in range(4)]

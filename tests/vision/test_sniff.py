@@ -83,3 +83,12 @@ def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
     with pytest.raises(DocumentError) as caught:
         media_type_of(write(tmp_path, "a.pdf", b""), "a.pdf")
     assert caught.value.code == "empty_document"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_web_page_in_wide_characters_is_one(tmp_path: Path, encoding: str) -> None:
+    path = write(tmp_path, "report.pdf", "\ufeff<!DOCTYPE html><html><body>Sign in</body></html>".encode(encoding))
+    with pytest.raises(DocumentError) as caught:
+        media_type_of(path, "report.pdf")
+    assert caught.value.code == "unsupported_type"
+    assert "a web page" in caught.value.message

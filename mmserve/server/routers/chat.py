@@ -24,9 +24,9 @@ from mmserve.server.schemas.chat import (
     ChatCompletionRequest,
     ChatDelta,
 )
-from mmserve.server.schemas.common import ERROR_RESPONSES, Usage
+from mmserve.server.schemas.common import COMPLETION_RESPONSES, Usage
 from mmserve.server.sse import DONE_FRAME, EventStream, frame
-from mmserve.server.state import ServerState, State, require_json, require_ready
+from mmserve.server.state import Owner, ServerState, State, require_json, require_ready
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta
@@ -43,6 +43,7 @@ class ChatTurn:
     messages: list[dict[str, Any]]
     params: SamplingParams
     model: str
+    owner: str
     request_id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -56,10 +57,10 @@ class ChatTurn:
         }
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERROR_RESPONSES)
-async def create_chat_completion(body: ChatCompletionRequest, request: Request, state: State) -> Response:
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=COMPLETION_RESPONSES)
+async def create_chat_completion(body: ChatCompletionRequest, request: Request, state: State, owner: Owner) -> Response:
     """Answers a conversation, as OpenAI's endpoint of the same name does; `stream=true` sends server-sent events."""
-    turn = _start(body, state)
+    turn = _start(body, state, owner)
     timeout = state.settings.request_timeout
     if body.stream:
         return EventStream(_frames(turn), drain=state.drain, timeout=timeout)
@@ -70,25 +71,28 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     return JSONResponse(ChatCompletion(**turn.head, choices=choices, usage=usage).model_dump())
 
 
-def _start(body: ChatCompletionRequest, state: ServerState) -> ChatTurn:
+def _start(body: ChatCompletionRequest, state: ServerState, owner: str) -> ChatTurn:
     model = state.model_name(body.model)
     params = body.to_sampling_params()
     body.template_arguments()
-    return ChatTurn(state, body, body.template_messages(), params, model)
+    return ChatTurn(state, body, body.template_messages(), params, model, owner)
 
 
 @asynccontextmanager
 async def _prepared(turn: ChatTurn) -> AsyncIterator[GenerationRequest]:
     """What goes to the engine, with its pictures for as long as the block lasts."""
     state, body = turn.state, turn.body
-    limits = state.prompts.limits.narrowed(min_pixels=body.min_pixels, max_pixels=body.max_pixels)
+    prompts = state.prompts_for(turn.owner, body.cache_salt)
+    limits = prompts.limits.narrowed(min_pixels=body.min_pixels, max_pixels=body.max_pixels)
     async with AsyncExitStack() as stack:
-        with state.gate.admit(turn.params.n):
-            async with received(state, turn.messages, limits) as messages:
+        with state.gate.admit(turn.params.n, turn.owner):
+            async with received(state, turn.messages, limits, turn.owner) as messages:
                 room = state.engine.max_model_len - 1
-                built = state.prompts.build(messages, max_tokens=room, template_arguments=body.template_arguments())
+                built = prompts.build(messages, max_tokens=room, template_arguments=body.template_arguments())
                 prompt = await stack.enter_async_context(built)
-        yield GenerationRequest(turn.request_id, [prompt.token_ids], turn.params, prompt.images)
+        yield GenerationRequest(
+            turn.request_id, [prompt.token_ids], turn.params, prompt.images, turn.owner, body.cache_salt
+        )
 
 
 async def _answers(turn: ChatTurn) -> tuple[list[Answer], Usage]:

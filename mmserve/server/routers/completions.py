@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse
 from mmserve.server.generation import Answer, GenerationRequest, UsageCount, collect, generate
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.logprobs import CompletionLogprobsWriter
-from mmserve.server.schemas.common import ERROR_RESPONSES, Usage
+from mmserve.server.schemas.common import COMPLETION_RESPONSES, Usage
 from mmserve.server.schemas.completions import CompletionChoice, CompletionRequest, TextCompletion
 from mmserve.server.sse import DONE_FRAME, EventStream, frame
-from mmserve.server.state import ServerState, State, require_json, require_ready
+from mmserve.server.state import Owner, ServerState, State, require_json, require_ready
 
 router = APIRouter(tags=["completions"], dependencies=[Depends(require_ready), Depends(require_json)])
 
@@ -46,10 +46,10 @@ class CompletionCall:
         return CompletionLogprobsWriter(self.state.engine.tokenizer)
 
 
-@router.post("/v1/completions", response_model=TextCompletion, responses=ERROR_RESPONSES)
-async def create_completion(body: CompletionRequest, request: Request, state: State) -> Response:
+@router.post("/v1/completions", response_model=TextCompletion, responses=COMPLETION_RESPONSES)
+async def create_completion(body: CompletionRequest, request: Request, state: State, owner: Owner) -> Response:
     """Continues a text, as OpenAI's endpoint of the same name does; `stream=true` sends server-sent events."""
-    call = await _start(body, state)
+    call = await _start(body, state, owner)
     timeout = state.settings.request_timeout
     if body.stream:
         return EventStream(_frames(call), drain=state.drain, timeout=timeout)
@@ -61,11 +61,13 @@ async def create_completion(body: CompletionRequest, request: Request, state: St
     return JSONResponse(completion.model_dump())
 
 
-async def _start(body: CompletionRequest, state: ServerState) -> CompletionCall:
+async def _start(body: CompletionRequest, state: ServerState, owner: str) -> CompletionCall:
     model = state.model_name(body.model)
     params = body.to_sampling_params()
     prompts = await asyncio.to_thread(_encode, state, body.prompts())
-    return CompletionCall(state, body, GenerationRequest(f"cmpl-{uuid.uuid4().hex}", prompts, params), model)
+    name = f"cmpl-{uuid.uuid4().hex}"
+    generation = GenerationRequest(name, prompts, params, owner=owner, cache_salt=body.cache_salt)
+    return CompletionCall(state, body, generation, model)
 
 
 def _encode(state: ServerState, prompts: list[str | list[int]]) -> list[list[int]]:

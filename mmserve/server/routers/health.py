@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 import mmserve
 from mmserve.errors import EngineError
@@ -15,16 +15,20 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: ERROR_RESPONSES[503]}
 
 
 class Status(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"status": "ok"}})
+
     status: str
 
 
 class Version(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"example": {"version": "0.1.0"}})
+
     version: str
 
 
 @router.get("/health", responses=UNAVAILABLE)
 async def health(state: State) -> Status:
-    """200 while the engine lives, loading included; 503 once it is dead and the process should be replaced."""
+    """200 while the engine lives, or is loaded or started again; 503 once it stays dead: replace this process."""
     if state.engine.state == "dead":
         raise EngineError("engine_dead", "The engine has stopped; the server has to be started again.")
     return Status(status="ok")
@@ -32,13 +36,14 @@ async def health(state: State) -> Status:
 
 @router.get("/ready", responses=UNAVAILABLE)
 async def ready(state: State) -> Status:
-    """200 once the model is loaded and warmed up, until the server shuts down."""
+    """200 once the model is loaded and warmed up, until the server shuts down; 503 with the reason otherwise."""
     state.require_ready()
     return Status(status="ready")
 
 
 @router.get("/version")
 async def version() -> Version:
+    """The version of this server."""
     return Version(version=mmserve.__version__)
 
 

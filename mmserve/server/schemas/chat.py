@@ -6,8 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
-from mmserve.server.schemas.common import FinishedReason, SamplingFields, Usage, refuse_unsupported
+from mmserve.server.schemas.common import USAGE_EXAMPLE, FinishedReason, SamplingFields, Usage, refuse_unsupported
 from mmserve.server.schemas.content import ContentPart, MediaPart, Part
+from mmserve.server.schemas.structured import StructuredFields
 
 NO_TOOLS = "this server calls no tools; describe what you want in the messages."
 UNSUPPORTED = {
@@ -15,7 +16,6 @@ UNSUPPORTED = {
     "tool_choice": NO_TOOLS,
     "functions": NO_TOOLS,
     "function_call": NO_TOOLS,
-    "response_format": "only {'type': 'text'} is; ask for the format you want in the messages.",
     "modalities": "answers are text only.",
     "audio": "answers are text only.",
     "web_search_options": "this server searches nothing; put the text into the messages.",
@@ -23,7 +23,6 @@ UNSUPPORTED = {
 HARMLESS = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 # "self" is no name that a function could be called with.
@@ -63,7 +62,13 @@ class ChatMessage(BaseModel):
         return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(StructuredFields, SamplingFields):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"messages": [{"role": "user", "content": "What is a purchase order?"}], "max_tokens": 64}
+        }
+    )
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="As max_tokens, which it overrides.")
     logprobs: bool | None = False
@@ -76,7 +81,6 @@ class ChatCompletionRequest(SamplingFields):
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
@@ -96,7 +100,11 @@ class ChatCompletionRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("invalid_request", "top_logprobs needs logprobs=true.", param="top_logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self.sampling_params(
+            max_tokens=max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            structured=self.structured_output(),
+        )
 
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.for_template(position) for position, message in enumerate(self.messages)]
@@ -141,6 +149,28 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": "chatcmpl-1f7d52c6a810",
+                "object": "chat.completion",
+                "created": 1767225600,
+                "model": "smollm2-135m",
+                "system_fingerprint": "fp_0123456789",
+                "choices": [
+                    {
+                        "index": 0,
+                        "message": {"role": "assistant", "content": "A buyer's order.", "refusal": None},
+                        "logprobs": None,
+                        "finish_reason": "stop",
+                        "stop_reason": None,
+                    }
+                ],
+                "usage": USAGE_EXAMPLE,
+            }
+        }
+    )
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int

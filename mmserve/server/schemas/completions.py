@@ -2,11 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from mmserve.errors import RequestError
 from mmserve.request import SamplingParams
-from mmserve.server.schemas.common import FinishedReason, SamplingFields, Usage, refuse_unsupported
+from mmserve.server.schemas.common import USAGE_EXAMPLE, FinishedReason, SamplingFields, Usage, refuse_unsupported
+from mmserve.server.schemas.structured import StructuredFields
 
 DEFAULT_MAX_TOKENS = 16
 UNSUPPORTED = {
@@ -16,7 +17,9 @@ UNSUPPORTED = {
 }
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(StructuredFields, SamplingFields):
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 16}})
+
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="Text, several texts, token ids, or several lists of token ids."
     )
@@ -29,7 +32,7 @@ class CompletionRequest(SamplingFields):
     def to_sampling_params(self) -> SamplingParams:
         refuse_unsupported(self, UNSUPPORTED, {"best_of": (self.n or 1,)})
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs)
+        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs, structured=self.structured_output())
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt. Raises `RequestError` where one is empty."""
@@ -59,6 +62,22 @@ class CompletionChoice(BaseModel):
 
 class TextCompletion(BaseModel):
     """The whole answer, and each chunk of a streamed one."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": "cmpl-1f7d52c6a810",
+                "object": "text_completion",
+                "created": 1767225600,
+                "model": "smollm2-135m",
+                "system_fingerprint": "fp_0123456789",
+                "choices": [
+                    {"index": 0, "text": ", a ship", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+                ],
+                "usage": USAGE_EXAMPLE,
+            }
+        }
+    )
 
     id: str
     object: Literal["text_completion"]

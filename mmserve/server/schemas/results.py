@@ -1,0 +1,136 @@
+"""What the tasks answer. Results are made by the pipelines; these models tell `/docs` what is in them."""
+
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mmserve.server.schemas.common import ErrorBody
+from mmserve.vision.page_types import TextSource
+
+Result = TypeVar("Result", bound=BaseModel)
+
+
+class PageProblem(BaseModel):
+    code: str
+    message: str
+
+
+class PageResult(BaseModel):
+    """What was read of a page."""
+
+    number: int
+    source: TextSource = Field(description="Where its text came from; none for a page read from its picture alone.")
+    is_blank: bool
+    problem: PageProblem | None
+    notes: list[str]
+
+
+class TokenUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CitationResult(BaseModel):
+    sentence: str
+    pages: list[int]
+    origin: Literal["model", "document"]
+
+
+class DocumentResult(BaseModel):
+    """What every task says of its document."""
+
+    name: str
+    pages: Sequence[PageResult]
+    num_pages: int
+    model: str
+    usage: TokenUsage
+    warnings: list[str]
+    media_type: str
+    sha256: str
+    cached: bool = Field(description="Whether the answer was known from an equal request before.")
+
+
+_READING: dict[str, Any] = {
+    "name": "invoice.pdf",
+    "pages": [{"number": 1, "source": "text_layer", "is_blank": False, "problem": None, "notes": []}],
+    "num_pages": 1,
+    "model": "smollm2-135m",
+    "usage": {"prompt_tokens": 212, "completion_tokens": 14, "total_tokens": 226},
+    "warnings": [],
+    "media_type": "application/pdf",
+    "sha256": "8d5e957f297893487bd98fa830fa6413e9b0f2c6e1a1b1a0a3b2b8a4c8a7a1f0",
+    "cached": False,
+}
+
+
+def _example(**own: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"example": {**own, **_READING}})
+
+
+class SummaryResult(DocumentResult):
+    model_config = _example(
+        object="summary",
+        text="The total is 1,284.50 EUR. [p. 1]",
+        citations=[{"sentence": "The total is 1,284.50 EUR.", "pages": [1], "origin": "model"}],
+        num_dropped=0,
+    )
+
+    object: Literal["summary"]
+    text: str = Field(description="The summary, each sentence with marks of its pages.")
+    citations: list[CitationResult]
+    num_dropped: int = Field(description="Sentences of the model that no page supports; they are not in the text.")
+
+
+class AnswerResult(DocumentResult):
+    model_config = _example(
+        object="answer",
+        question="When is the total due?",
+        text="It is due on 12 March. [p. 1]",
+        citations=[{"sentence": "It is due on 12 March.", "pages": [1], "origin": "model"}],
+        found=True,
+        num_dropped=0,
+    )
+
+    object: Literal["answer"]
+    question: str
+    text: str = Field(description="The answer, each sentence with marks of its pages.")
+    citations: list[CitationResult]
+    found: bool = Field(description="Whether the document answers the question; if not, the text says so.")
+    num_dropped: int = Field(description="Statements of the model that no page supports; they are not in the text.")
+
+
+class ExtractionResult(DocumentResult):
+    model_config = ConfigDict(extra="allow")
+
+    object: Literal["extraction"]
+
+
+class TranscriptPage(PageResult):
+    markdown: str
+
+
+class TranscriptResult(DocumentResult):
+    model_config = _example(
+        object="transcript",
+        text="<!-- page 1 -->\n\n# Invoice 42\n\n| Item | Price |\n| --- | --- |\n| Pump | 1,284.50 |",
+    )
+
+    object: Literal["transcript"]
+    text: str = Field(description="Markdown, page by page, each under a comment with its number.")
+    pages: Sequence[TranscriptPage]
+
+
+class FailedDocument(BaseModel):
+    """In the place of a result, where several documents were sent."""
+
+    name: str
+    error: ErrorBody
+
+
+class ResultList(BaseModel, Generic[Result]):
+    """Results of several documents, in their order."""
+
+    object: Literal["list"]
+    data: list[Result | FailedDocument]

@@ -1,0 +1,313 @@
+"""One document on its way through the engine: what every task has in common.
+
+A document that fits the model's context is one part. A longer one is cut into parts of consecutive pages; each is
+submitted as soon as it is full, while later pages are still being read. Pages stand in a request between marks, as text
+or as pictures; one that cannot be drawn is read by its text. Whoever leaves early takes all requests along.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmserve.errors import DocumentError, RequestError
+from mmserve.pipelines.answers import Answer, Usage, answer_text, statements
+from mmserve.pipelines.checked_text import ReadText, StatementSink
+from mmserve.pipelines.chunking import PageText, Part, PartPacker
+from mmserve.pipelines.document import DocumentReader, DocumentReading
+from mmserve.pipelines.engine_protocol import Prompt, Prompts, TextEngine
+from mmserve.pipelines.events import Event, OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded
+from mmserve.pipelines.page_views import PageViews, sends_pictures
+from mmserve.pipelines.prompts import Content, Fence, Wording, takes_system_message
+from mmserve.pipelines.task_options import TaskOptions
+from mmserve.request import SamplingParams, StructuredOutput
+from mmserve.vision.pages import parse_page_selection
+
+T = TypeVar("T")
+
+_MIN_PART_TOKENS = 64
+# The word of a fence may take some tokens more in one request than in another.
+_SLACK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class PartRequest:
+    """One request. `number` counts from 1 within its stage; 0 is the request that gives the result.
+
+    `max_tokens` of the answer is the work's if None, and less where the context has less room.
+    """
+
+    stage: Stage
+    number: int
+    part: Part
+    wording: Wording
+    structured: StructuredOutput | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class _Asking:
+    prompt: Prompt
+    params: SamplingParams
+    fence: Fence
+
+
+class DocumentWork:
+    """`reading` has what was read so far, `written` the result's text, `notes` sentences on what went wrong.
+
+    `budget` is what the pages of one request may take, `max_tokens` an answer, both in tokens.
+    """
+
+    def __init__(
+        self,
+        reading: DocumentReading,
+        engine: TextEngine,
+        prompts: Prompts,
+        options: TaskOptions,
+        tell: OnEvent,
+        *,
+        wordings: Iterable[Wording],
+        max_tokens: int,
+        lengthy_option: str | None,
+    ) -> None:
+        self.reading = reading
+        self.usage = Usage()
+        self.notes: list[str] = []
+        self.written = ""
+        self.max_tokens = min(options.max_tokens or max_tokens, max(engine.max_model_len // 4, 1))
+        self._engine = engine
+        self._prompts = prompts
+        self._options = options
+        self.tell = tell
+        self._slots = asyncio.Semaphore(engine.config.scheduler.max_num_seqs)
+        self._has_system = takes_system_message(engine.tokenizer)
+        self.budget = self._part_budget(wordings, lengthy_option or "max_tokens")
+        self._views: PageViews | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path,
+        *,
+        engine: TextEngine,
+        prompts: Prompts,
+        reader: DocumentReader,
+        options: TaskOptions,
+        name: str | None,
+        on_event: OnEvent | None,
+        wordings: Iterable[Wording],
+        max_tokens: int,
+        lengthy_option: str | None = None,
+    ) -> "DocumentWork":
+        """`wordings` are those of all requests to come, which `lengthy_option` may make long; `max_tokens` holds where
+        the options say nothing.
+
+        Raises `DocumentError` for a document that cannot be read, `RequestError` for options that do not fit it or the
+        model.
+        """
+        document = await reader.open(path, name=name)
+        selection = parse_page_selection(options.pages or "1-", document.num_pages)
+        tell = on_event or _tell_nobody
+        takes_pictures = sends_pictures(options.mode, prompts, document)
+        reading = DocumentReading(document, selection, reader, tell, takes_pictures=takes_pictures)
+        work = cls(
+            *(reading, engine, prompts, options, tell),
+            wordings=wordings,
+            max_tokens=max_tokens,
+            lengthy_option=lengthy_option,
+        )
+        if takes_pictures:
+            limits = prompts.limits.narrowed(min_pixels=options.min_pixels, max_pixels=options.max_pixels)
+            work._views = PageViews(document, prompts, options.mode, limits, work.budget)
+        return work
+
+    async def read(self, answer: Callable[[int, Part], Coroutine[Any, Any, T]]) -> tuple[Part | None, list[T]]:
+        """Read all pages. A document that fits one request comes back as its one part, None if there is no page in it.
+
+        Of a longer one, `answer(number, part)` is started for each part as soon as fewer are under way than the engine
+        takes at once, and what they return comes back in order. When one of them fails, the others are ended.
+        """
+        packer = PartPacker(self.budget, self.count_tokens)
+        tasks: list[asyncio.Task[T]] = []
+        try:
+            async with aclosing(self.reading.texts()) as texts:
+                async for text in texts:
+                    for part in await self._parts_of(text, packer):
+                        await self._start(answer, part, tasks)
+            self.reading.require_something_read()
+            last = packer.finish()
+            if not tasks:
+                return last, []
+            if last is not None:
+                await self._start(answer, last, tasks)
+            return None, await asyncio.gather(*tasks)
+        finally:
+            await _end_all(tasks)
+
+    async def _start(
+        self, answer: Callable[[int, Part], Coroutine[Any, Any, T]], part: Part, tasks: list[asyncio.Task[T]]
+    ) -> None:
+        await self._slots.acquire()
+        for task in tasks:
+            if task.done():
+                task.result()
+        task = asyncio.create_task(answer(len(tasks) + 1, part))
+        task.add_done_callback(lambda _task: self._slots.release())
+        tasks.append(task)
+
+    async def _parts_of(self, page: PageText, packer: PartPacker) -> list[Part]:
+        """The parts that this page closes; a page without text is one of its own, so that what is read has a page."""
+        if self._views is None:
+            return packer.push(page)
+        source = self.reading.reports[-1].source
+        try:
+            view = await self._views.view(page, source, self.count_tokens(page))
+        except DocumentError as error:
+            self.notes.append(_undrawn(error))
+            return packer.push(page) if page.text else []
+        if page.text:
+            return packer.push(view)
+        before = packer.finish()
+        return [*([before] if before else []), Part((view,))]
+
+    def has_text(self, part: Part) -> bool:
+        """Whether there is text to look up in for what the model says of this part's pages."""
+        return not set(part.page_numbers).isdisjoint(self.reading.sources.page_numbers)
+
+    async def read_picture(self, request: PartRequest, read: ReadText) -> None:
+        """What the model read on a page without text becomes that page's text: it is all there is to look up in."""
+        await self.ask(request, read)
+        if read.sentences:
+            self.reading.sources.add(request.part.first_page, "\n".join(read.sentences), is_quotable=False)
+
+    async def ask(self, request: PartRequest, sink: StatementSink) -> Answer:
+        """One request, whose statements go to `sink`; it is ended when that has enough."""
+        answer = Answer(usage=self.usage)
+        async with self._asking(request) as asking:
+            if asking is None:
+                return answer
+            async with aclosing(statements(self._engine, asking.prompt, asking.params, answer)) as stream:
+                async for statement in stream:
+                    sink.add(replace(statement, text=asking.fence.without_marks(statement.text)))
+                    if sink.has_enough:
+                        break
+            self.tell(RequestFinished(request.stage, request.number, answer.num_tokens))
+        return answer
+
+    async def complete(self, request: PartRequest) -> tuple[str, Answer]:
+        """One request, and all that the model wrote, as it is."""
+        answer, pieces = Answer(usage=self.usage), list[str]()
+        async with self._asking(request) as asking:
+            if asking is None:
+                return "", answer
+            async with aclosing(answer_text(self._engine, asking.prompt, asking.params, answer)) as stream:
+                async for text in stream:
+                    pieces.append(text)
+            self.tell(RequestFinished(request.stage, request.number, answer.num_tokens))
+        return "".join(pieces), answer
+
+    @asynccontextmanager
+    async def _asking(self, request: PartRequest) -> AsyncIterator[_Asking | None]:
+        """What goes to the engine, for as long as the block lasts; None where nothing of the part can be shown."""
+        async with AsyncExitStack() as stack:
+            try:
+                prompt, fence = await self._built(request, stack)
+            except DocumentError as error:
+                if not request.part.has_pictures:
+                    raise
+                self.notes.append(_undrawn(error))
+                readable = self._as_text(request.part)
+                if readable is None:
+                    yield None
+                    return
+                prompt, fence = await self._built(replace(request, part=readable), stack)
+            room = max(self._engine.max_model_len - len(prompt.token_ids), 1)
+            params = self._options.sampling(min(request.max_tokens or self.max_tokens, room))
+            part = request.part
+            self.tell(RequestSubmitted(request.stage, request.number, part.first_page, part.last_page))
+            yield _Asking(prompt, replace(params, structured=request.structured), fence)
+
+    async def _built(self, request: PartRequest, stack: AsyncExitStack) -> tuple[Prompt, Fence]:
+        part = request.part
+        fence = self._fence([page.text for page in part.texts])
+        label = "notes from page" if request.stage == "merge" else "page"
+        content: Content = fence.wrap_pictures(part.texts) if part.has_pictures else fence.wrap(part.texts, label=label)
+        messages = request.wording.messages(content, has_system=self._has_system)
+        return await stack.enter_async_context(self._prompts.build(messages)), fence
+
+    def _as_text(self, part: Part) -> Part | None:
+        """The text of a part's pages, from the first on, as far as it fits."""
+        packer = PartPacker(self.budget, self.count_tokens)
+        for page in self.reading.sources.quotable(part.page_numbers):
+            closed = packer.push(PageText(page, self.reading.sources.page(page).text))
+            if closed:
+                return closed[0]
+        return packer.finish()
+
+    def count_tokens(self, page: PageText) -> int:
+        """What a page, or notes on one, takes of the budget."""
+        marked = self._fence([page.text]).section("notes from page", page)
+        num_tokens = len(self._engine.tokenizer.encode(f"{marked}\n\n", parse_special=False))
+        return num_tokens if page.picture is None else num_tokens + page.picture.num_tokens
+
+    def _fence(self, texts: Sequence[str]) -> Fence:
+        return Fence.around(texts, seed=self.reading.document.sha256)
+
+    def _part_budget(self, wordings: Iterable[Wording], lengthy_option: str) -> int:
+        """Tokens that pages may take in one request. Raises `RequestError` if there is no room for any."""
+        tokenizer, fence = self._engine.tokenizer, self._fence([])
+        num_prompt_tokens = max(wording.num_tokens(tokenizer, fence) for wording in wordings)
+        budget = self._engine.max_model_len - self.max_tokens - num_prompt_tokens - _SLACK_TOKENS
+        if budget >= _MIN_PART_TOKENS:
+            return budget
+        raise RequestError(
+            "context_length_exceeded",
+            f"the model's context of {self._engine.max_model_len} tokens leaves no room for pages beside the request of"
+            f" {num_prompt_tokens} tokens and the answer: ask for less, for fewer max_tokens, or take a model with a"
+            " longer context",
+            param=lengthy_option,
+        )
+
+    def write(self, text: str) -> None:
+        """More of the result's text."""
+        self.written += text
+        self.tell(TextAdded(text))
+
+    def result_fields(self, warnings: Iterable[str]) -> dict[str, Any]:
+        """What `DocumentResult` has; `warnings` of the task come first."""
+        document = self.reading.document
+        return {
+            "name": document.name,
+            "pages": tuple(self.reading.reports),
+            "num_pages": document.num_pages,
+            "model": self._engine.config.names[0],
+            "usage": self.usage,
+            "warnings": (*warnings, *self.notes, *self.reading.warnings()),
+            "media_type": document.media_type,
+            "sha256": document.sha256,
+        }
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return, in order; when one fails, the others are ended."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end_all(tasks)
+
+
+async def _end_all(tasks: Sequence[asyncio.Task[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _undrawn(error: DocumentError) -> str:
+    return f"{error.message}. What text there is was read instead."
+
+
+def _tell_nobody(_event: Event) -> None:
+    return None
