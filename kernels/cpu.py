@@ -15,6 +15,22 @@ import torch.nn.functional as F
 IntArray = npt.NDArray[np.int64]
 
 
+# In an E4M3 number moved to the top of a bfloat16's exponent and mantissa, the exponent is this factor too small.
+_FP8_IN_BFLOAT16 = 2.0**120
+_SIGN_AND_FP8 = 0x87F0 - (1 << 16)
+
+
+def widen(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP8 (E4M3, finite) or int8 numbers in `dtype`. PyTorch's own conversion of FP8 to bfloat16 takes 3 to 5 times as
+    long.
+    """
+    if numbers.dtype is not torch.float8_e4m3fn or dtype is not torch.bfloat16 or numbers.device.type != "cpu":
+        return numbers.to(dtype)
+    bits = numbers.view(torch.int8).to(torch.int16)
+    bits.bitwise_left_shift_(4).bitwise_and_(_SIGN_AND_FP8)
+    return bits.view(torch.bfloat16).mul_(_FP8_IN_BFLOAT16)
+
+
 def store_rows(slot_mapping: IntArray, num_kv_heads: int, block_size: int) -> torch.Tensor:
     """Slots `[T]` -> where `store_kv` writes, `[T * 2 * KV]`: the same in every layer of a step."""
     blocks, offsets = np.divmod(slot_mapping, block_size)

@@ -260,7 +260,12 @@ def _matmul(
         num_stages=chosen.num_stages,
     )
     if is_split:
-        _sum_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), chosen.num_splits, BLOCK=1024)
+        sum_of_splits(parts, out)
+
+
+def sum_of_splits(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """parts float32 `[splits, ...]` -> out `[...]`."""
+    _sum_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), len(parts), BLOCK=1024)
 
 
 def dequantize_int4(

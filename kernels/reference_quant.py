@@ -5,6 +5,7 @@ import torch
 FP8_MAX = 448.0
 _SMALLEST_SCALE = 1e-12
 _NIBBLES, _TILE_WORDS, _MIDDLE = 8, 16, 8
+_BLOCK_COLUMNS = 128
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,3 +41,14 @@ def int4_matmul(
     """
     weight = dequantize_int4(words, scales, offsets, group_size, x.shape[1], torch.float32)
     return (x.float() @ weight.T).to(x.dtype)
+
+
+def fp8_block_matmul(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, block_rows: int) -> torch.Tensor:
+    """x `[M, K]`, quantized to 128 columns a scale, times a matrix `[N, K]` -> `[M, N]`.
+
+    A weight is `numbers[n, k] * scales[n // block_rows, k // 128]`.
+    """
+    rows, row_scales = quantize_rows(x.reshape(-1, _BLOCK_COLUMNS))
+    wide_x = (rows.float() * row_scales).view(x.shape)
+    wide_scales = scales.repeat_interleave(block_rows, dim=0)[: len(numbers)].repeat_interleave(_BLOCK_COLUMNS, dim=1)
+    return (wide_x @ (numbers.float() * wide_scales).T).to(x.dtype)

@@ -11,6 +11,8 @@ from mmserve.errors import RequestError, SetupError
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 QuantizationName = Literal["auto", "awq", "gptq", "fp8", "compressed-tensors"]
+KVCacheDTypeName = Literal["auto", "fp8"]
+DenseCopyName = Literal["auto", "keep", "never"]
 VisionAttentionName = Literal["auto", "torch", "triton", "xformers"]
 LogFormat = Literal["text", "json"]
 PixelsOnName = Literal["auto", "worker", "device"]
@@ -93,6 +95,13 @@ class ModelConfig:
             raise SetupError(
                 "model_unavailable", f"config.json has no {error.args[0]!r}: is it a decoder model?"
             ) from None
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Weights of the layers' matrices and of the output layer."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
 
     @property
     def max_context(self) -> int:
@@ -229,13 +238,14 @@ def _token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
 class CacheConfig:
     """KV cache: `memory_bytes` if given, else `memory_utilization` of the device's total, capped by what is free.
 
-    With neither, a GPU gives 0.9 of its memory and a CPU 2 GiB.
+    With neither, a GPU gives 0.9 of its memory and a CPU 2 GiB. `dtype` is that of computation (auto), or FP8 (E4M3).
     """
 
     block_size: int = 16
     memory_bytes: int | None = None
     memory_utilization: float | None = None
     enable_prefix_caching: bool = True
+    dtype: KVCacheDTypeName = "auto"
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", "must be at least 1")
@@ -294,7 +304,8 @@ class VisionConfig:
 class EngineConfig:
     """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread.
 
-    `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision.
+    `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision. `dense_copy` says whether a CPU
+    has quantized weights in bfloat16 too, which is faster for several rows: auto is where memory is plentiful.
     `async_scheduling` prepares a step while the one before it runs; None does so on a GPU. `enforce_eager` does without
     CUDA graphs. A process that dies is started again `max_engine_restarts` times in ten minutes at most.
     """
@@ -304,6 +315,7 @@ class EngineConfig:
     dtype: DTypeName = "auto"
     load_format: LoadFormat = "auto"
     quantization: QuantizationName = "auto"
+    dense_copy: DenseCopyName = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     seed: int = 0

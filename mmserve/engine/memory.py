@@ -3,11 +3,12 @@
 import psutil
 import torch
 
-from mmserve.config import GIB, CacheConfig, EngineConfig
+from mmserve.config import GIB, CacheConfig, DenseCopyName, EngineConfig, ModelConfig
 from mmserve.errors import SetupError
 
 _CPU_DEFAULT_BYTES = 2 * GIB
 _GPU_DEFAULT_UTILIZATION = 0.9
+_COPY_SHARE = 0.25
 
 
 def cache_bytes(config: CacheConfig, device: torch.device, num_activation_bytes: int = 0) -> int:
@@ -36,6 +37,14 @@ def cache_bytes(config: CacheConfig, device: torch.device, num_activation_bytes:
         return max(min(_CPU_DEFAULT_BYTES, free), 0)
     share = int(total * (_GPU_DEFAULT_UTILIZATION if utilization is None else utilization)) - (total - free)
     return max(min(share, free), 0)
+
+
+def keeps_dense_copy(asked: DenseCopyName, model: ModelConfig, device: torch.device) -> bool:
+    """Whether quantized weights have a copy in bfloat16 beside them: on a CPU, where there is memory to spare."""
+    if asked != "auto" or device.type != "cpu":
+        return asked != "never"
+    spare: float = psutil.virtual_memory().available * _COPY_SHARE
+    return model.num_matrix_weights * torch.bfloat16.itemsize <= spare
 
 
 def wanted_context(config: EngineConfig, max_context: int) -> int:

@@ -12,7 +12,7 @@ from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import DTypeName, EngineConfig, ModelConfig
 from mmserve.engine.encoder_runner import EncoderRunner, Seconds, no_time
-from mmserve.engine.memory import cache_bytes, fit_context, wanted_context
+from mmserve.engine.memory import cache_bytes, fit_context, keeps_dense_copy, wanted_context
 from mmserve.engine.sampler import PendingTokens, Sampler
 from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.engine.step_inputs import InputBuilder, StepInputs
@@ -68,7 +68,8 @@ class ModelRunner:
         self._attention = self._attention_backend()
         reader = WeightReader(checkpoint)
         scheme = choose_scheme(checkpoint.config, config.quantization)
-        loader = LayerLoader(reader, self.dtype, self.device, config.vision.attention, scheme)
+        keeps_copy = keeps_dense_copy(config.dense_copy, self.model_config, self.device)
+        loader = LayerLoader(reader, self.dtype, self.device, config.vision.attention, scheme, keeps_copy)
         self._model = model_class(self.model_config.architecture)(loader, self.model_config, self._attention)
         reader.finish()
         pixels = PixelLoader(load_processor(checkpoint), self.device)

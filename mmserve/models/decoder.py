@@ -12,7 +12,6 @@ from mmserve.attention.base import AttentionBackend, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.config import ModelConfig
 from mmserve.layers.linear import Linear
-from mmserve.quantization.dense import dense_weight
 from mmserve.weights.layer_loader import LayerLoader
 
 
@@ -68,18 +67,18 @@ class Decoder:
     def __init__(self, loader: LayerLoader, config: ModelConfig, backend: AttentionBackend) -> None:
         self._backend = backend
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = loader.tensor("model.embed_tokens.weight", shape)
+        self._embedding = loader.embedding("model.embed_tokens", shape)
         self._layers = [DecoderLayer(loader, f"model.layers.{i}", config, i) for i in range(config.num_layers)]
         self._norm = loader.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         self._head = (
-            Linear(dense_weight(self._embedding))
+            Linear(self._embedding.as_head())
             if config.tie_word_embeddings
             else loader.linear(["lm_head"], config.hidden_size, (config.vocab_size,), bias=False)
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids `[T]` -> `[T, hidden]`."""
-        return self._embedding.index_select(0, token_ids)
+        return self._embedding(token_ids)
 
     def forward(self, x: torch.Tensor, context: ForwardContext, deepstack: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Embeddings `[T, hidden]` -> hidden states `[T, hidden]`, before the last norm.

@@ -8,20 +8,28 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
+from mmserve.kernels.cpu import widen
+from mmserve.quantization.dense import dense_weight
 from mmserve.quantization.scheme import LinearWeight, Placement
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 INT8_MAX = 127.0
+# A GPU's product of int8 wants more rows than this, and sizes that are multiples of 8.
+_INT8_ROWS_ON_GPU = 16
+_INT8_STEP_ON_GPU = 8
+# Rows of a matrix that are widened at a time; they stay in a core's cache.
+_PIECE = 256
 
 
 @dataclass(frozen=True)
 class EightBitMatrix:
     """`weight[o, i] = numbers[o, i] * scales[o]`; `numbers` `[out, in]` FP8 or int8, `scales` float32 `[out, 1]`.
 
-    `input_scale`, a float32 scalar, is that of static activations; without it they are dynamic. With `zero_points` int8
-    activations are `number - zero_point`. `quantizes_input=False` leaves activations as they are.
+    `input_scale`, a float32 scalar, is that of static activations; without it they are dynamic. `quantizes_input=False`
+    leaves activations as they are.
     """
 
     numbers: torch.Tensor
@@ -61,15 +69,23 @@ def to_numbers(x: torch.Tensor, scales: torch.Tensor, kind: Literal["fp8", "int8
 
 
 def eight_bit_weight(matrix: EightBitMatrix, placement: Placement) -> LinearWeight:
+    """The fastest form of a matrix on its device."""
     moved = replace(
         matrix,
         numbers=matrix.numbers.to(placement.device),
         scales=matrix.scales.to(placement.device, torch.float32),
         input_scale=None if matrix.input_scale is None else matrix.input_scale.to(placement.device, torch.float32),
     )
+    if moved.quantizes_input and moved.numbers.dtype is torch.int8 and _can_multiply_int8(moved):
+        return Int8Weight(moved)
     if placement.device.type == "cuda" and moved.numbers.dtype is FP8 and moved.quantizes_input:
         return GpuFp8Weight(moved)
-    return EightBitWeight(moved)
+    return WidenedWeight(moved, placement)
+
+
+def _can_multiply_int8(matrix: EightBitMatrix) -> bool:
+    on_gpu = matrix.numbers.device.type == "cuda"
+    return not on_gpu or all(size % _INT8_STEP_ON_GPU == 0 for size in matrix.numbers.shape)
 
 
 class GpuFp8Weight:
@@ -95,24 +111,56 @@ class GpuFp8Weight:
         return out if bias is None else out + bias
 
 
-class EightBitWeight:
-    """The formula in PyTorch's own products; on a CPU the numbers are widened for each call."""
+class Int8Weight:
+    """PyTorch's own product of int8 numbers, whose sums are exact."""
 
     def __init__(self, matrix: EightBitMatrix) -> None:
         self._matrix = matrix
+        self._row_scales = matrix.scales.T.contiguous()
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        numbers, scales = _quantized(x, self._matrix, "int8")
+        missing = _INT8_ROWS_ON_GPU + 1 - len(x) if x.device.type == "cuda" else 0
+        if missing > 0:
+            numbers = F.pad(numbers, (0, 0, 0, missing))
+        sums = torch._int_mm(numbers, self._matrix.numbers.T)[: len(x)]
+        out = (sums.float() * scales * self._row_scales).to(x.dtype)
+        return out if bias is None else out + bias
+
+
+class WidenedWeight:
+    """The numbers in the precision of computation: in a copy that is multiplied instead, or piece by piece."""
+
+    def __init__(self, matrix: EightBitMatrix, placement: Placement) -> None:
+        self._matrix = matrix
+        self._row_scales = matrix.scales.T.contiguous()
+        self._dense: LinearWeight | None = None
+        if placement.device.type == "cpu" and placement.keeps_copy:
+            self._dense = dense_weight(widen(matrix.numbers, placement.dtype))
+            self._matrix = replace(matrix, numbers=matrix.numbers[:0])
         self._kind: Literal["fp8", "int8"] = "fp8" if matrix.numbers.dtype is FP8 else "int8"
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        matrix = self._matrix
-        weight = matrix.numbers.to(x.dtype)
-        if not matrix.quantizes_input:
-            out = (x @ weight.T).float() * matrix.scales.T
-        else:
-            if matrix.input_scale is None:
-                numbers, scales = quantize_rows(x, self._kind)
-            else:
-                scales = matrix.input_scale
-                numbers = to_numbers(x, scales, self._kind)
-            out = (numbers.to(x.dtype) @ weight.T).float() * scales * matrix.scales.T
-        out = out.to(x.dtype)
+        rows, scales = x, None
+        if self._matrix.quantizes_input:
+            numbers, scales = _quantized(x, self._matrix, self._kind)
+            rows = widen(numbers, x.dtype)
+        product = self._product(rows).float()
+        out = ((product if scales is None else product * scales) * self._row_scales).to(x.dtype)
         return out if bias is None else out + bias
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._dense is not None:
+            return self._dense.apply(x, None)
+        numbers = self._matrix.numbers
+        if x.device.type != "cpu":
+            return x @ numbers.to(x.dtype).T
+        return torch.cat([F.linear(x, widen(piece, x.dtype)) for piece in torch.split(numbers, _PIECE)], dim=1)
+
+
+def _quantized(
+    x: torch.Tensor, matrix: EightBitMatrix, kind: Literal["fp8", "int8"]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if matrix.input_scale is None:
+        return quantize_rows(x, kind)
+    return to_numbers(x, matrix.input_scale, kind), matrix.input_scale

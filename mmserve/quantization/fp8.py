@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmserve.quantization.dense import dense_weight
+from mmserve.quantization.block_fp8 import BlockMatrix, block_weight
 from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, quantize_rows, stacked
 from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, TensorSource
 
@@ -30,8 +30,9 @@ class Fp8Scheme:
             return None
         sizes = list(zip(spec.names, spec.out_features, strict=True))
         if self._block:
-            parts = [self._unblocked(name, size, spec.in_features, source, self._block) for name, size in sizes]
-            return dense_weight(torch.cat(parts).to(placement.device, placement.dtype))
+            return block_weight(
+                [self._blocks(name, size, spec.in_features, source, self._block) for name, size in sizes], placement
+            )
         return eight_bit_weight(
             stacked([self._matrix(name, size, spec.in_features, source) for name, size in sizes]), placement
         )
@@ -42,14 +43,12 @@ class Fp8Scheme:
         input_scale = source.take_any(f"{name}.input_scale").float().max() if self._is_static else None
         return EightBitMatrix(numbers.to(FP8), scales, input_scale)
 
-    def _unblocked(
+    def _blocks(
         self, name: str, out_features: int, in_features: int, source: TensorSource, block: tuple[int, int]
-    ) -> torch.Tensor:
-        numbers = source.take(f"{name}.weight", (out_features, in_features)).float()
+    ) -> BlockMatrix:
+        numbers = source.take(f"{name}.weight", (out_features, in_features))
         shape = (-(-out_features // block[0]), -(-in_features // block[1]))
-        scales = source.take(f"{name}.weight_scale_inv", shape).float()
-        rows = scales.repeat_interleave(block[0], dim=0)[:out_features]
-        return numbers * rows.repeat_interleave(block[1], dim=1)[:, :in_features]
+        return BlockMatrix(numbers.to(FP8), source.take(f"{name}.weight_scale_inv", shape).float(), block)
 
 
 class Fp8OnTheFly:

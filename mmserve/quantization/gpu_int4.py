@@ -1,9 +1,15 @@
-"""Four bits on a GPU: our own product for some rows, and PyTorch's on an unpacked copy for many."""
+"""Four bits on a GPU, and wider numbers as pairs of four.
+
+Our own product for some rows, PyTorch's on an unpacked copy for many.
+"""
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from mmserve.quantization.grouped_ints import GroupedInts
+from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
 from mmserve.quantization.scheme import Placement
 
 # What the kernel's tiles take; larger groups are whole tiles.
@@ -15,11 +21,11 @@ MAX_PACKED_ROWS = 512
 
 def can_pack_for_gpu(ints: GroupedInts, placement: Placement) -> bool:
     """Whether `GpuInt4Weight` takes this matrix."""
+    group_size = ints.group_size if ints.bits <= 4 else 2 * ints.group_size
     return (
         placement.device.type == "cuda"
         and placement.dtype in (torch.bfloat16, torch.float16)
-        and ints.bits == 4
-        and (ints.group_size in _SMALL_GROUPS or ints.group_size % _TILE_COLUMNS == 0)
+        and (group_size in _SMALL_GROUPS or group_size % _TILE_COLUMNS == 0)
     )
 
 
@@ -31,18 +37,31 @@ class GpuInt4Weight:
 
         self._kernels = int4_matmul
         self._group_size = ints.group_size
-        self._num_columns = ints.numbers.shape[1]
-        scales = ints.scales.to(placement.device)
-        offsets = ints.offsets.to(placement.device) + int4_matmul.MIDDLE * scales
-        self._words = int4_matmul.tile_int4(ints.numbers.to(placement.device))
+        self._factor = factor_of(ints.bits)
+        moved = replace(
+            ints,
+            numbers=ints.numbers.to(placement.device),
+            scales=ints.scales.to(placement.device),
+            offsets=ints.offsets.to(placement.device),
+            order=None,
+        )
+        halves = paired(moved) if self._factor > 1 else moved
+        self._packed_group_size, self._num_columns = halves.group_size, halves.numbers.shape[1]
+        scales = halves.scales
+        offsets = halves.offsets + int4_matmul.MIDDLE * scales
+        self._words = int4_matmul.tile_int4(halves.numbers)
         self._scales = scales.T.to(placement.dtype).contiguous()
         self._offsets = offsets.T.to(placement.dtype).contiguous() if bool(offsets.any()) else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[0] > MAX_PACKED_ROWS:
-            weight = self._kernels.dequantize_int4(
-                self._words, self._scales, self._offsets, self._group_size, self._num_columns, x.dtype
-            )
-            return F.linear(x, weight, bias)
-        out = self._kernels.int4_matmul(x, self._words, self._scales, self._offsets, self._group_size)
+            return F.linear(x, self._unpacked(x.dtype), bias)
+        halves = x if self._factor == 1 else paired_input(x, self._group_size, self._factor)
+        out = self._kernels.int4_matmul(halves, self._words, self._scales, self._offsets, self._packed_group_size)
         return out if bias is None else out + bias
+
+    def _unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        weight = self._kernels.dequantize_int4(
+            self._words, self._scales, self._offsets, self._packed_group_size, self._num_columns, dtype
+        )
+        return weight if self._factor == 1 else merged(weight, self._group_size, self._factor)

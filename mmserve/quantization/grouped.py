@@ -5,16 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from mmserve.quantization.dense import HAS_ONEDNN, PrepackedWeight, dense_weight
+from mmserve.quantization.cpu_int4 import CpuInt4Weight, can_pack_for_cpu
+from mmserve.quantization.dense import dense_weight
 from mmserve.quantization.gpu_int4 import GpuInt4Weight, can_pack_for_gpu
 from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.scheme import LinearWeight, Placement, StackedWeights
-
-# What PyTorch's packed product takes.
-CPU_GROUP_SIZES = (32, 64, 128, 256)
-# The packed product works on four rows at a time. All of SmolLM2's layers for 1, 4, 5 and 16 rows: 1.9, 3.0, 5.5 and
-# 13.1 ms packed; 5.2, 6.1, 5.2 and 7.8 ms as prepacked bf16 (2 cores of an EPYC 9005).
-MAX_PACKED_ROWS = 4
 
 
 def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> LinearWeight:
@@ -28,7 +23,7 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
         offsets=torch.cat([part.offsets for part in parts]),
     )
     if can_pack_for_cpu(stacked, placement):
-        return _in_order(CpuInt4Weight(stacked), stacked.order)
+        return _in_order(CpuInt4Weight(stacked, keeps_copy=placement.keeps_copy), stacked.order)
     if can_pack_for_gpu(stacked, placement):
         return _in_order(GpuInt4Weight(stacked, placement), _moved(stacked.order, placement))
     return dense_weight(stacked.dequantized().to(placement.device, placement.dtype))
@@ -36,39 +31,6 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
 
 def _moved(order: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
     return None if order is None else order.to(placement.device)
-
-
-def can_pack_for_cpu(ints: GroupedInts, placement: Placement) -> bool:
-    """Whether `CpuInt4Weight` takes this matrix: it is slow in other precisions than bfloat16."""
-    return (
-        placement.device.type == "cpu"
-        and placement.dtype is torch.bfloat16
-        and HAS_ONEDNN
-        and ints.bits == 4
-        and ints.group_size in CPU_GROUP_SIZES
-        and ints.out_features % 16 == 0
-    )
-
-
-class CpuInt4Weight:
-    """Four bits for a few rows, prepacked bf16 for many: decoding is bound by memory, prefill by arithmetic.
-
-    Scales and offsets are rounded to bfloat16, as the packed product takes them.
-    """
-
-    def __init__(self, ints: GroupedInts) -> None:
-        # PyTorch's formula is (number - 8) * scale + offset.
-        pairs = torch.stack((ints.scales, ints.offsets + 8.0 * ints.scales), dim=-1)
-        self._scales_and_offsets = pairs.transpose(0, 1).contiguous().bfloat16()
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(ints.numbers.to(torch.int32), 1)
-        self._group_size = ints.group_size
-        self._dense = PrepackedWeight(replace(ints, order=None).dequantized().bfloat16())
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.shape[0] > MAX_PACKED_ROWS:
-            return self._dense.apply(x, bias)
-        out = torch._weight_int4pack_mm_for_cpu(x, self._packed, self._group_size, self._scales_and_offsets)
-        return out if bias is None else out + bias
 
 
 class Reordered:

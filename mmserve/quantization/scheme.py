@@ -30,10 +30,14 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model computes, and in which precision."""
+    """Where a model computes, and in which precision.
+
+    `keeps_copy`: quantized matrices may have a copy in the precision of computation beside them, where that is faster.
+    """
 
     dtype: torch.dtype
     device: torch.device
+    keeps_copy: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from mmserve.config import VisionAttentionName
+from mmserve.layers.embedding import BlockEmbedding, Embedding
 from mmserve.layers.kernel_set import KernelSet, kernel_set
 from mmserve.layers.linear import Linear
 from mmserve.layers.norm import LayerNorm, RMSNorm
@@ -26,14 +27,26 @@ class LayerLoader:
     device: torch.device
     vision_attention: VisionAttentionName = "auto"
     scheme: QuantizationScheme | None = None
+    keeps_copy: bool = True
 
     @cached_property
     def kernels(self) -> KernelSet:
         """What the layers of this device compute with."""
         return kernel_set(self.device)
 
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.dtype, self.device, self.keeps_copy)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.reader.take(name, shape).to(self.device, self.dtype)
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> Embedding | BlockEmbedding:
+        """In the blocks that a GGUF file has it in, where these can be unpacked row by row."""
+        blocks = self.reader.take_quantized(f"{name}.weight", shape)
+        if blocks is not None and is_grouped(blocks.type):
+            return BlockEmbedding(blocks.data, blocks.type, self.placement)
+        return Embedding(self.tensor(f"{name}.weight", shape))
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight", (size,)), eps, self.kernels)
@@ -51,7 +64,7 @@ class LayerLoader:
         return Linear(weight, torch.cat(biases))
 
     def _weight(self, names: Sequence[str], in_features: int, out_features: Sequence[int]) -> LinearWeight:
-        placement = Placement(self.dtype, self.device)
+        placement = self.placement
         if self.scheme is not None:
             spec = LinearSpec(tuple(names), in_features, tuple(out_features))
             quantized = self.scheme.load(spec, self.reader, placement)

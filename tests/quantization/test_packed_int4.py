@@ -1,86 +1,141 @@
-"""GGUF's four-bit blocks: unpacked bit for bit, multiplied as closely as bfloat16 allows."""
-
-from dataclasses import replace
+"""GGUF's blocks: unpacked bit for bit, multiplied as closely as bfloat16 allows."""
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
 
+from mmserve.layers.embedding import BlockEmbedding
+from mmserve.quantization.cpu_int4 import (
+    MAX_PACKED_ROWS,
+    MAX_PACKED_ROWS_WITHOUT_COPY,
+    CpuInt4Weight,
+    can_pack_for_cpu,
+    packed_rows,
+)
 from mmserve.quantization.gguf import grouped_ints
-from mmserve.quantization.grouped import MAX_PACKED_ROWS, CpuInt4Weight, can_pack_for_cpu
+from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
 from mmserve.quantization.scheme import Placement
 
-KINDS = ["Q4_0", "Q4_1"]
+# By kind: bits, columns a group, and where in a block its float16 factors are.
+KINDS = {
+    "Q4_0": (4, 32, [0]),
+    "Q4_1": (4, 32, [0, 2]),
+    "Q5_0": (5, 32, [0]),
+    "Q5_1": (5, 32, [0, 2]),
+    "Q8_0": (8, 32, [0]),
+    "Q4_K": (4, 32, [0, 2]),
+    "Q5_K": (5, 32, [0, 2]),
+    "Q6_K": (6, 16, [208]),
+}
 
 
-def blocks_of(
-    kind: str, out_features: int, in_features: int, *, offset: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random blocks, and the matrix that the gguf package reads out of them, float32."""
-    values = np.random.default_rng(0).normal(offset, 0.3, (out_features, in_features)).astype(np.float32)
-    data = quantize(values, GGMLQuantizationType[kind])
+def blocks_of(kind: str, out_features: int, in_features: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random bytes under small factors, and the matrix that the gguf package reads out of them, float32.
+
+    So bits of every value stand in every place, not only what a quantizer writes.
+    """
+    block_size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    num_blocks = in_features // block_size
+    data = generator.integers(0, 256, (out_features, num_blocks * num_bytes), dtype=np.uint8)
+    for place in KINDS[kind][2]:
+        factors = generator.normal(0, 0.01, (out_features, num_blocks, 1)).astype(np.float16)
+        data.reshape(out_features, num_blocks, -1)[:, :, place : place + 2] = factors.view(np.uint8)
     return torch.from_numpy(data), torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]).copy())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("out_features", "in_features"), [(1, 32), (5, 32), (16, 96), (48, 256)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 256), (5, 512), (48, 768)])
 def test_unpacks_bit_for_bit(kind: str, out_features: int, in_features: int) -> None:
-    data, matrix = blocks_of(kind, out_features, in_features, offset=0.1)
+    data, matrix = blocks_of(kind, out_features, in_features)
     ints = grouped_ints(data, kind)
-    assert (int(ints.numbers.min()), int(ints.numbers.max())) == (0, 15)
-    assert ints.scales.shape == ints.offsets.shape == (out_features, in_features // 32)
+    bits, group_size, _ = KINDS[kind]
+    assert (ints.bits, ints.group_size, int(ints.numbers.max())) == (bits, group_size, (1 << bits) - 1)
+    assert ints.scales.shape == ints.offsets.shape == (out_features, in_features // group_size)
     assert torch.equal(ints.dequantized(), matrix)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_bytes_unpack_as_the_format_says(kind: str) -> None:
-    """Nibbles of every value in every place, not only what a quantiser writes."""
-    header = {"Q4_0": 2, "Q4_1": 4}[kind]
-    generator = np.random.default_rng(1)
-    data = generator.integers(0, 256, (3, 4 * (header + 16)), dtype=np.uint8)
-    factors = generator.normal(0, 1, (3, 4, header // 2)).astype(np.float16)
-    data.reshape(3, 4, -1)[:, :, :header] = factors.view(np.uint8)
-    values = grouped_ints(torch.from_numpy(data), kind).dequantized()
-    assert torch.equal(values, torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]).copy()))
+def test_pairs_are_the_same_matrix(kind: str) -> None:
+    """By their formula alone, in double precision."""
+    ints = grouped_ints(blocks_of(kind, 7, 512)[0], kind)
+    if ints.bits == 4:
+        assert factor_of(ints.bits) == 1
+        return
+    halves, factor = paired(ints), factor_of(ints.bits)
+    assert (int(halves.numbers.max()), halves.group_size) == (15, 2 * ints.group_size)
+    expected = ints.dequantized().double()
+    torch.testing.assert_close(
+        merged(halves.dequantized().double(), ints.group_size, factor), expected, atol=1e-6, rtol=1e-5
+    )
+    x = torch.randn(3, 512, dtype=torch.float64)
+    out = paired_input(x, ints.group_size, factor) @ halves.dequantized().double().T
+    torch.testing.assert_close(out, x @ expected.T, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_products(kind: str, num_rows: int, has_bias: bool) -> None:
-    """Scales are rounded to bfloat16 in the packed product, the matrix is in the prepacked one."""
-    data, matrix = blocks_of(kind, 48, 256, offset=0.05)
-    weight = CpuInt4Weight(grouped_ints(data, kind))
-    x = torch.randn(num_rows, 256, dtype=torch.bfloat16)
-    bias = torch.randn(48, dtype=torch.bfloat16) if has_bias else None
-    reference = x.double() @ matrix.double().T + (0.0 if bias is None else bias.double())
-    out = weight.apply(x, bias)
-    assert (out.dtype, out.shape) == (torch.bfloat16, (num_rows, 48))
-    assert float((out.double() - reference).norm() / reference.norm()) < 8e-3
+@pytest.mark.parametrize("keeps_copy", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_PACKED_ROWS_WITHOUT_COPY + 1])
+@pytest.mark.parametrize("out_features", [48, 144, 320])
+def test_products(kind: str, keeps_copy: bool, num_rows: int, out_features: int) -> None:
+    """Scales are rounded to bfloat16 in the packed product, the matrix is in the others; blocks of rows may be left."""
+    data, matrix = blocks_of(kind, out_features, 512)
+    weight = CpuInt4Weight(grouped_ints(data, kind), keeps_copy=keeps_copy)
+    x = torch.randn(num_rows, 512, dtype=torch.bfloat16)
+    bias = torch.randn(out_features, dtype=torch.bfloat16)
+    for added in (None, bias):
+        reference = x.double() @ matrix.double().T + (0.0 if added is None else added.double())
+        out = weight.apply(x, added)
+        assert (out.dtype, out.shape) == (torch.bfloat16, (num_rows, out_features))
+        assert float((out.double() - reference).norm() / reference.norm()) < 8e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_is_its_own(kind: str) -> None:
-    weight = CpuInt4Weight(grouped_ints(blocks_of(kind, 32, 64)[0], kind))
-    x = torch.randn(MAX_PACKED_ROWS, 64, dtype=torch.bfloat16)
+    weight = CpuInt4Weight(grouped_ints(blocks_of(kind, 32, 256)[0], kind), keeps_copy=False)
+    x = torch.randn(MAX_PACKED_ROWS, 256, dtype=torch.bfloat16)
     together = weight.apply(x, None)
     for i, row in enumerate(x):
         torch.testing.assert_close(weight.apply(row[None], None)[0], together[i], rtol=1.6e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "out_features", "bits", "expected"),
+    ("dtype", "device", "out_features", "kind", "keeps_copy", "expected"),
     [
-        (torch.bfloat16, "cpu", 32, 4, True),
-        (torch.bfloat16, "cpu", 16, 4, True),
-        (torch.bfloat16, "cpu", 24, 4, False),
-        (torch.float32, "cpu", 32, 4, False),
-        (torch.bfloat16, "cuda", 32, 4, False),
-        (torch.bfloat16, "cpu", 32, 8, False),
+        (torch.bfloat16, "cpu", 32, "Q4_1", True, True),
+        (torch.bfloat16, "cpu", 16, "Q4_K", True, True),
+        (torch.bfloat16, "cpu", 24, "Q4_1", True, False),
+        (torch.float32, "cpu", 32, "Q4_1", True, False),
+        (torch.bfloat16, "cuda", 32, "Q4_1", True, False),
+        (torch.bfloat16, "cpu", 32, "Q8_0", True, False),
+        (torch.bfloat16, "cpu", 32, "Q8_0", False, True),
+        (torch.bfloat16, "cpu", 32, "Q6_K", False, True),
     ],
 )
-def test_what_can_be_packed(dtype: torch.dtype, device: str, out_features: int, bits: int, expected: bool) -> None:
-    ints = replace(grouped_ints(blocks_of("Q4_1", out_features, 32)[0], "Q4_1"), bits=bits)
-    assert can_pack_for_cpu(ints, Placement(dtype, torch.device(device))) is expected
+def test_what_can_be_packed(
+    dtype: torch.dtype, device: str, out_features: int, kind: str, keeps_copy: bool, expected: bool
+) -> None:
+    ints = grouped_ints(blocks_of(kind, out_features, 256)[0], kind)
+    assert can_pack_for_cpu(ints, Placement(dtype, torch.device(device), keeps_copy)) is expected
+
+
+@pytest.mark.parametrize("block", [16, 32, 48, 64])
+def test_where_the_packed_layout_has_its_rows(block: int) -> None:
+    assert packed_rows(block).sort().values.tolist() == list(range(block))
+    numbers = torch.randint(0, 16, (block, 64), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1).view(64, -1)
+    halves = torch.cat((packed & 0xF, packed >> 4), dim=1)
+    assert torch.equal(halves[:, packed_rows(block)].T.int(), numbers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_are_unpacked_row_by_row(kind: str) -> None:
+    data, matrix = blocks_of(kind, 32, 256)
+    embedding = BlockEmbedding(data, kind, Placement(torch.float32, torch.device("cpu")))
+    ids = torch.tensor([3, 31, 3, 0])
+    assert torch.equal(embedding(ids), matrix[ids])
+    x = torch.randn(2, 256)
+    torch.testing.assert_close(embedding.as_head().apply(x, None), x @ matrix.T)
