@@ -17,6 +17,7 @@ IntArray = npt.NDArray[np.int64]
 
 # In an E4M3 number moved to the top of a bfloat16's exponent and mantissa, the exponent is this factor too small.
 _FP8_IN_BFLOAT16 = 2.0**120
+_FP8_MAX = 448.0
 _SIGN_AND_FP8 = 0x87F0 - (1 << 16)
 
 
@@ -44,9 +45,18 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     x.mul_(cos).addcmul_(turned, sin)
 
 
-def store_kv(kv: torch.Tensor, kv_cache: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write the heads of K and after them those of V, `[T, 2 * KV, D]`, to the `store_rows` of the paged cache."""
+def store_kv(
+    kv: torch.Tensor, kv_cache: torch.Tensor, rows: torch.Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
+    """Write the heads of K and after them those of V, `[T, 2 * KV, D]`, to the `store_rows` of the paged cache.
+
+    A cache in FP8 holds k and v over their scales, cut off at the end of the range.
+    """
     head_dim = kv_cache.shape[-1]
+    if kv_cache.dtype is torch.float8_e4m3fn:
+        scaled = torch.cat([x / scale for x, scale in zip(kv.chunk(2, dim=1), (k_scale, v_scale), strict=True)], dim=1)
+        kv = scaled.clamp_(-_FP8_MAX, _FP8_MAX).to(kv_cache.dtype).view(torch.uint8)
+        kv_cache = kv_cache.view(torch.uint8)
     kv_cache.view(-1, head_dim).index_copy_(0, rows, kv.reshape(-1, head_dim))
 
 
@@ -56,10 +66,14 @@ def gather_rows(block_ids: IntArray, num_kv_heads: int) -> torch.Tensor:
     return torch.from_numpy(block_ids[None, :, None] * (2 * num_kv_heads) + heads)
 
 
-def gather_kv(kv_cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, contiguous `[B * KV, L, D]` each, at `gather_rows`."""
+def gather_kv(
+    kv_cache: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V in `dtype`, contiguous `[B * KV, L, D]` each, at `gather_rows`."""
     block_size, head_dim = kv_cache.shape[-2:]
-    gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, rows.flatten())
+    stored = kv_cache.view(torch.uint8) if kv_cache.dtype is torch.float8_e4m3fn else kv_cache
+    gathered = stored.view(-1, block_size * head_dim).index_select(0, rows.flatten())
+    gathered = widen(gathered.view(kv_cache.dtype), dtype)
     k, v = gathered.view(2, rows.shape[1] * rows.shape[2], -1, head_dim)
     return k, v
 
@@ -74,7 +88,7 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """One query a sequence, `[B, H, D]`, over its paged context; mask `[B, 1, 1, L]` is added to the scores."""
     num_sequences, num_kv_heads = rows.shape[1:3]
-    k, v = gather_kv(kv_cache, rows)
+    k, v = gather_kv(kv_cache, rows, q.dtype)
     if num_sequences * k.shape[1] < _MIN_KEYS_FOR_PRODUCTS:
         shape = (num_sequences, num_kv_heads, -1, q.shape[-1])
         return F.scaled_dot_product_attention(
@@ -112,7 +126,7 @@ def paged_attention_chunk(
     q: torch.Tensor, kv_cache: torch.Tensor, rows: torch.Tensor, context_len: int, scale: float
 ) -> torch.Tensor:
     """A chunk of one sequence, q `[T, H, D]`, over its paged context of `context_len` tokens, its own among them."""
-    k, v = gather_kv(kv_cache, rows)
+    k, v = gather_kv(kv_cache, rows, q.dtype)
     return causal_attention(q, k[:, :context_len], v[:, :context_len], scale)
 
 

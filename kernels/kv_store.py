@@ -22,11 +22,13 @@ def rotate_and_store(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """From qkv `[T, H + 2 * KV, D]`: q rotated, `[T, H, D]`; k rotated and v go to the slots `[T]` of the paged cache.
 
     cos and sin `[T, 1, D]`, the first half of sin negated. With weights `[D]` the heads of q and k are normed before.
-    A token of slot -1 is not stored.
+    A token of slot -1 is not stored. A cache in FP8 holds k and v over their scales, cut off at the end of the range.
     """
     num_tokens, num_rows, head_dim = qkv.shape
     assert all(x.is_contiguous() for x in (qkv, cos, sin, kv_cache, slot_mapping)), "nothing has a stride"
@@ -42,6 +44,8 @@ def rotate_and_store(
         q_weight,
         k_weight,
         eps,
+        1.0 / k_scale,
+        1.0 / v_scale,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=kv_cache.shape[2],
         HEAD_DIM=head_dim,
@@ -67,7 +71,7 @@ def _cache_rows(kv_cache, slot, o_kv, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.c
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_kernel(
-    q, qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, eps,
+    q, qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, eps, k_factor, v_factor,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
@@ -93,8 +97,19 @@ def _rotate_kernel(
     tl.store(p_q + HALF, b_second, mask=m_q)
     m_kv = m_values & (o_h >= NUM_HEADS)[:, None] & (slot >= 0)
     p_kv = _cache_rows(kv_cache, slot, o_h - NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)[:, None] + o_d[None, :]
-    tl.store(p_kv, b_first, mask=m_kv)
-    tl.store(p_kv + HALF, b_second, mask=m_kv)
+    if kv_cache.dtype.element_ty == tl.float8e4nv:
+        b_factors = tl.where(is_rotated, k_factor, v_factor)
+        tl.store(p_kv, _as_fp8(b_first, b_factors), mask=m_kv)
+        tl.store(p_kv + HALF, _as_fp8(b_second, b_factors), mask=m_kv)
+    else:
+        tl.store(p_kv, b_first, mask=m_kv)
+        tl.store(p_kv + HALF, b_second, mask=m_kv)
+
+
+@triton.jit
+def _as_fp8(b_values, b_factors):
+    b_scaled = b_values.to(tl.float32) * b_factors
+    return tl.minimum(tl.maximum(b_scaled, -448.0), 448.0).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -104,7 +104,7 @@ def attend(
 ):
     """Go on with the softmax over keys `first .. end` (first: a block's start; unmasked: whole tiles only).
 
-    p_keys: the head's keys in block 0. scale: that of the scores times log2(e), for softmax by powers of 2 (Dao 2023).
+    p_keys: the head's keys in block 0, in q's precision or in FP8. scale: that of the scores times log2(e), for softmax by powers of 2 (Dao 2023).
     """
     BLOCK_D: tl.constexpr = b_q.shape[1]
     o_n = tl.arange(0, BLOCK_N)
@@ -117,7 +117,7 @@ def attend(
         # A tile's own ids are there already: the loads of K and V need not wait for the table.
         following = start + BLOCK_N
         b_ids = tl.load(p_ids + following // BLOCK_SIZE, mask=following + o_n < end, other=0)
-        b_k = load_rows(p_k, m_n, HEAD_DIM, BLOCK_D, MASKED)
+        b_k = load_rows(p_k, m_n, HEAD_DIM, BLOCK_D, MASKED).to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if CAUSAL:
             b_s = tl.where(m_n[None, :] & (start + o_n[None, :] <= b_positions[:, None]), b_s, float("-inf"))
@@ -127,7 +127,7 @@ def attend(
         b_p = tl.exp2(b_s * scale - b_new_max[:, None])
         b_decay = tl.exp2(b_max - b_new_max)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_v = load_rows(p_k + v_offset, m_n, HEAD_DIM, BLOCK_D, MASKED)
+        b_v = load_rows(p_k + v_offset, m_n, HEAD_DIM, BLOCK_D, MASKED).to(b_q.dtype)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
         b_max = b_new_max
     return b_acc, b_max, b_sum

@@ -54,12 +54,21 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def _store_kv(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def _store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
     """Write k and v, `[T, KV, D]`, to the slots `[T]` of the paged cache; a token of slot -1 is left out."""
     is_stored = slot_mapping >= 0
     blocks, offsets = slot_mapping[is_stored] // kv_cache.shape[3], slot_mapping[is_stored] % kv_cache.shape[3]
-    kv_cache[blocks, 0, :, offsets] = k[is_stored]
-    kv_cache[blocks, 1, :, offsets] = v[is_stored]
+    if kv_cache.dtype is torch.float8_e4m3fn:
+        k, v = ((x.float() / scale).clamp(-448.0, 448.0) for x, scale in ((k, k_scale), (v, v_scale)))
+    kv_cache[blocks, 0, :, offsets] = k[is_stored].to(kv_cache.dtype)
+    kv_cache[blocks, 1, :, offsets] = v[is_stored].to(kv_cache.dtype)
 
 
 def rotate_and_store(
@@ -73,16 +82,19 @@ def rotate_and_store(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """From qkv `[T, H + 2 * KV, D]`: q rotated, `[T, H, D]`; k rotated and v go to the slots `[T]` of the paged cache.
 
-    With weights `[D]` the heads of q and k are normed before (Qwen3, Yang et al. 2025).
+    With weights `[D]` the heads of q and k are normed before (Qwen3, Yang et al. 2025). A cache in FP8 holds k and v
+    over their scales, cut off at the end of the range.
     """
     num_rotated = num_heads + kv_cache.shape[2]
     q, k, v = qkv[:, :num_heads], qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    _store_kv(apply_rotary(k, cos, sin), v, kv_cache, slot_mapping)
+    _store_kv(apply_rotary(k, cos, sin), v, kv_cache, slot_mapping, k_scale, v_scale)
     return apply_rotary(q, cos, sin)
 
 
@@ -109,7 +121,7 @@ def paged_attention_decode(
     out = torch.empty_like(q) if out is None else out
     for i, context_len in enumerate(context_lens.tolist()):
         k, v = _paged_context(kv_cache, block_tables[i], context_len)
-        out[i] = _causal_attention(q[i : i + 1], k, v, scale)[0] if context_len else 0.0
+        out[i] = _causal_attention(q[i : i + 1], k.to(q.dtype), v.to(q.dtype), scale)[0] if context_len else 0.0
     return out
 
 
@@ -136,7 +148,7 @@ def paged_attention_chunk(
     for i, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
         k, v = _paged_context(kv_cache, block_tables[i], context_len)
-        out[rows] = _causal_attention(q[rows], k, v, scale)
+        out[rows] = _causal_attention(q[rows], k.to(q.dtype), v.to(q.dtype), scale)
     return out
 
 

@@ -1,7 +1,7 @@
 """What an attention backend is told about a step, and what it must do."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 
 from mmserve.attention.context import ForwardContext
+from mmserve.attention.kv_scales import KVScales
+from mmserve.kernels.reference import rms_norm
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class AttentionBatch:
         return slots
 
 
+_NO_SCALES = KVScales()
+
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """One layer's number and query heads; with Qwen3's norms on the heads of q and k, their weights `[D]`."""
@@ -45,6 +50,18 @@ class AttentionLayer:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     norm_eps: float = 0.0
+    scales: KVScales = field(default_factory=KVScales)
+
+    def scales_of(self, kv_cache: torch.Tensor) -> KVScales:
+        """Those that this cache is stored with: a cache that is not in FP8 has none."""
+        return self.scales if kv_cache.dtype is torch.float8_e4m3fn else _NO_SCALES
+
+    def fit_scales(self, qkv: torch.Tensor, num_kv_heads: int) -> None:
+        """Of qkv `[T, H + 2 * KV, D]` as the layer's projection gives them."""
+        k, v = qkv[:, self.num_heads : -num_kv_heads], qkv[:, -num_kv_heads:]
+        if self.k_norm is not None:
+            k = rms_norm(k, self.k_norm, self.norm_eps)
+        self.scales.fit(k, v)
 
 
 class AttentionBackend(Protocol):

@@ -8,9 +8,13 @@ import torch
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """`cos` and `sin` `[T, 1, D]`; one paged cache a layer; `attention` is the backend's own."""
+    """`cos` and `sin` `[T, 1, D]`; one paged cache a layer; `attention` is the backend's own.
+
+    `fits_scales`: layers find the scales of their K and V by what they see in this step.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
     kv_caches: Sequence[torch.Tensor]
     attention: object
+    fits_scales: bool = False

@@ -31,7 +31,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of one sequence; without `kv_rows` it is the sequence's start and attends to itself only."""
+    """Rows of one sequence; without `kv_rows` it is the sequence's start and attends to itself."""
 
     rows: slice
     context_len: int
@@ -50,11 +50,15 @@ class TorchAttentionMetadata:
 class TorchAttention:
     """Decoding sequences are gathered in padded groups, chunks run one by one."""
 
-    def __init__(self, *, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, *, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, rounds_kv: bool = False
+    ) -> None:
+        """`rounds_kv`: the cache is in a smaller precision than `dtype`."""
         self._num_kv_heads = num_kv_heads
         self._scale = head_dim**-0.5
         self._block_size = block_size
         self._dtype = dtype
+        self._rounds_kv = rounds_kv
 
     def prepare(self, batch: AttentionBatch) -> TorchAttentionMetadata:
         num_decodes = sum(1 for length in batch.query_lens if length == 1)
@@ -70,28 +74,49 @@ class TorchAttention:
         assert isinstance(metadata, TorchAttentionMetadata)
         kv_cache = context.kv_caches[layer.index]
         num_heads, num_rotated = layer.num_heads, layer.num_heads + self._num_kv_heads
+        scales = layer.scales_of(kv_cache)
+        if context.fits_scales:
+            layer.fit_scales(qkv, self._num_kv_heads)
         _norm_heads(qkv, num_rotated, layer)
         rotate_(qkv[:, :num_rotated], context.cos, context.sin)
-        store_kv(qkv[:, num_heads:], kv_cache, metadata.stored_rows)
+        store_kv(qkv[:, num_heads:], kv_cache, metadata.stored_rows, scales.k, scales.v)
+        out = self._attend(qkv, num_heads, kv_cache, metadata, self._scale * scales.k)
+        return out if scales.v == 1.0 else out.mul_(scales.v)
+
+    def _attend(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        kv_cache: torch.Tensor,
+        metadata: TorchAttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        num_rotated = num_heads + self._num_kv_heads
         q = qkv[:, :num_heads]
         if len(metadata.groups) == 1 and not metadata.chunks:
             group = metadata.groups[0]
-            return paged_attention_decode(q, kv_cache, group.kv_rows, group.mask, self._scale)
+            return paged_attention_decode(q, kv_cache, group.kv_rows, group.mask, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in metadata.groups:
-            out[group.rows] = paged_attention_decode(q[group.rows], kv_cache, group.kv_rows, group.mask, self._scale)
+            out[group.rows] = paged_attention_decode(q[group.rows], kv_cache, group.kv_rows, group.mask, scale)
         k, v = qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
         for chunk in metadata.chunks:
-            out[chunk.rows] = self._attend_chunk(q[chunk.rows], k[chunk.rows], v[chunk.rows], kv_cache, chunk)
+            out[chunk.rows] = self._attend_chunk(q[chunk.rows], k[chunk.rows], v[chunk.rows], kv_cache, chunk, scale)
         return out
 
     def _attend_chunk(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, chunk: Chunk
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        chunk: Chunk,
+        scale: float,
     ) -> torch.Tensor:
         if chunk.kv_rows is None:
             heads_first = (k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
-            return causal_attention(q, *heads_first, self._scale)
-        return paged_attention_chunk(q, kv_cache, chunk.kv_rows, chunk.context_len, self._scale)
+            return causal_attention(q, *heads_first, scale)
+        return paged_attention_chunk(q, kv_cache, chunk.kv_rows, chunk.context_len, scale)
 
     def _groups(self, batch: AttentionBatch, num_decodes: int) -> tuple[DecodeGroup, ...]:
         """Split where a context is shorter than half of the group's longest, so that padding stays below one half."""
@@ -117,7 +142,8 @@ class TorchAttention:
         for i in range(num_decodes, len(batch.query_lens)):
             query_len, context_len = batch.query_lens[i], batch.context_lens[i]
             kv_rows = None
-            if query_len < context_len:
+            # What later steps read back rounded, the chunk itself reads so too: a prefix found again changes nothing.
+            if query_len < context_len or self._rounds_kv:
                 block_ids = np.array([batch.block_tables[i][: self._num_blocks(context_len)]])
                 kv_rows = gather_rows(block_ids, self._num_kv_heads)
             chunks.append(Chunk(slice(row, row + query_len), context_len, kv_rows))

@@ -84,6 +84,9 @@ class TritonAttention:
         metadata = context.attention
         assert isinstance(metadata, TritonAttentionMetadata)
         kv_cache = context.kv_caches[layer.index]
+        scales = layer.scales_of(kv_cache)
+        if context.fits_scales:
+            layer.fit_scales(qkv, kv_cache.shape[2])
         q = rotate_and_store(
             qkv,
             context.cos,
@@ -94,28 +97,34 @@ class TritonAttention:
             q_weight=layer.q_norm,
             k_weight=layer.k_norm,
             eps=layer.norm_eps,
+            k_scale=scales.k,
+            v_scale=scales.v,
         )
         out = torch.empty_like(q)
         num_decodes = len(metadata.decodes.context_lens) if metadata.decodes else 0
         if metadata.decodes is not None:
-            self._decode(q[:num_decodes], kv_cache, metadata.decodes, out[:num_decodes])
+            self._decode(q[:num_decodes], kv_cache, metadata.decodes, self._scale * scales.k, out[:num_decodes])
         if metadata.chunks is not None:
-            self._attend_chunks(q[num_decodes:], kv_cache, metadata.chunks, out[num_decodes:])
-        return out
+            self._attend_chunks(q[num_decodes:], kv_cache, metadata.chunks, self._scale * scales.k, out[num_decodes:])
+        return out if scales.v == 1.0 else out.mul_(scales.v)
 
-    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, tables: DecodeTables, out: torch.Tensor) -> None:
+    def _decode(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, tables: DecodeTables, scale: float, out: torch.Tensor
+    ) -> None:
         paged_attention_decode(
             q,
             kv_cache,
             tables.block_tables,
             tables.context_lens,
-            self._scale,
+            scale,
             num_shared_blocks=tables.num_shared_blocks,
             max_context_len=tables.max_context_len,
             out=out,
         )
 
-    def _attend_chunks(self, q: torch.Tensor, kv_cache: torch.Tensor, tables: ChunkTables, out: torch.Tensor) -> None:
+    def _attend_chunks(
+        self, q: torch.Tensor, kv_cache: torch.Tensor, tables: ChunkTables, scale: float, out: torch.Tensor
+    ) -> None:
         paged_attention_chunk(
             q,
             kv_cache,
@@ -123,7 +132,7 @@ class TritonAttention:
             tables.query_starts,
             tables.context_lens,
             tables.tiles,
-            self._scale,
+            scale,
             out=out,
         )
 

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from mmserve.engine.cuda_graph import DecodeGraphs, DecodeTensors
 
 
+# By which the scales of an FP8 cache are found.
+_CALIBRATION_TOKENS = 256
+
+
 class PendingStep:
     """A step that was launched; `take` waits for its tokens. `encoder_seconds` are known when it was computed."""
 
@@ -61,6 +65,7 @@ class ModelRunner:
                 torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
+        self._cache_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else self.dtype
         is_ahead = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self.num_steps_ahead = int(is_ahead)
         self.block_size = config.cache.block_size
@@ -82,7 +87,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         wanted = wanted_context(config, self.model_config.max_context)
         self._rotary = self._rotary_table(wanted)
-        bytes_per_block = KVCache.bytes_per_block(self.model_config, self.block_size, self.dtype)
+        bytes_per_block = KVCache.bytes_per_block(self.model_config, self.block_size, self._cache_dtype)
         num_bytes = cache_bytes(config.cache, self.device, self._num_activation_bytes(wanted))
         self.max_model_len, num_blocks = fit_context(config, wanted, num_bytes, bytes_per_block)
         self.kv_cache = self._kv_cache(num_blocks)
@@ -142,6 +147,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run what is lazy or has to be compiled, and capture the graphs, so that no request pays for it."""
         scheduler, on_gpu = self._config.scheduler, self.device.type == "cuda"
+        if self._cache_dtype is not self.dtype:
+            self._fit_kv_scales()
         for batch in warm_up_batches(
             scheduler, max_model_len=self.max_model_len, block_size=self.block_size, on_gpu=on_gpu
         ):
@@ -149,7 +156,16 @@ class ModelRunner:
         if on_gpu and not self._config.enforce_eager:
             self._graphs = self._capture()
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    @torch.inference_mode()
+    def _fit_kv_scales(self) -> None:
+        """Scales of K and V by what the layers make of tokens from the whole vocabulary."""
+        length = min(_CALIBRATION_TOKENS, self.max_model_len - 1, self.kv_cache.num_blocks * self.block_size)
+        token_ids = [i * self.model_config.vocab_size // length for i in range(length)]
+        block_ids = list(range(-(-length // self.block_size)))
+        sequence = Sequence("calibration", token_ids, SamplingParams(), block_ids=block_ids)
+        self._forward(self._inputs.build([advance(sequence, length)], {}), fits_scales=True)
+
+    def _forward(self, inputs: StepInputs, *, fits_scales: bool = False) -> torch.Tensor:
         """Hidden states of every token `[T, hidden]`, without a graph."""
         token_ids = to_device(inputs.token_ids, self.device)
         if inputs.sources is not None:
@@ -157,7 +173,8 @@ class ModelRunner:
         embedded, deepstack = self.encoder.place(self._model.embed(token_ids), inputs.rows)
         cos, sin = self._rotary.at(to_device(inputs.positions, self.device))
         metadata = self._attention.prepare(inputs.attention)
-        return self._model.forward(embedded, ForwardContext(cos, sin, self.kv_cache.layers, metadata), deepstack)
+        context = ForwardContext(cos, sin, self.kv_cache.layers, metadata, fits_scales)
+        return self._model.forward(embedded, context, deepstack)
 
     def _resolved(self, token_ids: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         """Token ids with those filled in that the step before has sampled."""
@@ -228,7 +245,11 @@ class ModelRunner:
 
     def _kv_cache(self, num_blocks: int) -> KVCache:
         return KVCache(
-            self.model_config, num_blocks=num_blocks, block_size=self.block_size, dtype=self.dtype, device=self.device
+            self.model_config,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=self._cache_dtype,
+            device=self.device,
         )
 
     def _attention_backend(self) -> AttentionBackend:
@@ -248,6 +269,7 @@ class ModelRunner:
             head_dim=config.head_dim,
             block_size=self.block_size,
             dtype=self.dtype,
+            rounds_kv=self._cache_dtype is not self.dtype,
         )
 
     def _rotary_table(self, max_positions: int) -> RotaryTable | MultiAxisRotaryTable:

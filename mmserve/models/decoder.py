@@ -26,7 +26,8 @@ class Attention:
             loader.tensor(f"{prefix}.{part}_norm.weight", (config.head_dim,)) if config.qk_norm else None
             for part in "qk"
         )
-        self._layer = AttentionLayer(layer, config.num_heads, q_norm, k_norm, config.rms_norm_eps)
+        scales = loader.kv_scales(prefix)
+        self._layer = AttentionLayer(layer, config.num_heads, q_norm, k_norm, config.rms_norm_eps, scales)
 
     def __call__(self, x: torch.Tensor, backend: AttentionBackend, context: ForwardContext) -> torch.Tensor:
         qkv = self._qkv(x).view(x.shape[0], -1, self._head_dim)

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from mmserve.attention.kv_scales import KVScales
 from mmserve.config import VisionAttentionName
 from mmserve.layers.embedding import BlockEmbedding, Embedding
 from mmserve.layers.kernel_set import KernelSet, kernel_set
@@ -54,6 +55,16 @@ class LayerLoader:
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
         weight, bias = (self.tensor(f"{name}.{part}", (size,)) for part in ("weight", "bias"))
         return LayerNorm(weight, bias, eps, self.kernels)
+
+    def kv_scales(self, prefix: str) -> KVScales:
+        """Those of an FP8 cache, where the checkpoint has them beside the attention layer `prefix`."""
+        found = {}
+        for part in "kv":
+            for name in (f"{part}_scale", f"{part}_proj.{part}_scale", "kv_scale"):
+                if self.reader.has(f"{prefix}.{name}"):
+                    found[part] = float(self.reader.take_any(f"{prefix}.{name}").float().max())
+                    break
+        return KVScales(**found, is_known=True) if len(found) == len("kv") else KVScales()
 
     def linear(self, names: Sequence[str], in_features: int, out_features: Sequence[int], *, bias: bool) -> Linear:
         """One layer out of several matrices with the same input, stacked by rows."""
