@@ -10,7 +10,7 @@ from mmserve.attention.context import ForwardContext
 from mmserve.attention.torch_backend import TorchAttention
 from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
-from mmserve.config import DTypeName, EngineConfig, ModelConfig
+from mmserve.config import DTypeName, EngineConfig, KVCacheDTypeName, ModelConfig
 from mmserve.engine.encoder_runner import EncoderRunner, Seconds, no_time
 from mmserve.engine.memory import cache_bytes, fit_context, keeps_dense_copy, wanted_context
 from mmserve.engine.sampler import PendingTokens, Sampler
@@ -23,6 +23,7 @@ from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
 from mmserve.models.registry import model_class
 from mmserve.quantization.registry import choose_scheme
+from mmserve.quantization.scheme import has_fp8_products
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.vision.pixel_loader import PixelLoader
 from mmserve.vision.preprocess import load_processor
@@ -65,7 +66,7 @@ class ModelRunner:
                 torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
-        self._cache_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else self.dtype
+        self._cache_dtype = choose_cache_dtype(config.cache.dtype, self.dtype, self.device)
         is_ahead = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self.num_steps_ahead = int(is_ahead)
         self.block_size = config.cache.block_size
@@ -293,6 +294,19 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise SetupError("model_unavailable", f"--device {name} cannot be used here: {error}") from None
     return device
+
+
+def choose_cache_dtype(name: KVCacheDTypeName, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """That of the activations, or FP8. `SetupError` for a GPU that has no FP8."""
+    if name == "auto":
+        return dtype
+    if device.type == "cuda" and not has_fp8_products(device):
+        raise SetupError(
+            "model_unavailable",
+            "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or later (Ada, Hopper): leave the option out",
+            param="kv-cache-dtype",
+        )
+    return torch.float8_e4m3fn
 
 
 def choose_dtype(name: DTypeName, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mmserve.kernels.cpu import widen
 from mmserve.quantization.dense import dense_weight
-from mmserve.quantization.scheme import LinearWeight, Placement, StackedWeights
+from mmserve.quantization.scheme import LinearWeight, Placement, StackedWeights, has_fp8_products
 
 # What the kernel takes.
 _KERNEL_COLUMNS, _KERNEL_ROWS = 128, 64
@@ -42,7 +42,7 @@ def block_weight(parts: list[BlockMatrix], placement: Placement) -> LinearWeight
         torch.cat([part.numbers for part in moved]), torch.cat([part.scales for part in moved]), block
     )
     can_multiply = block[1] == _KERNEL_COLUMNS and block[0] % _KERNEL_ROWS == 0
-    if device.type == "cuda" and can_multiply and stacked.numbers.shape[1] % _KERNEL_COLUMNS == 0:
+    if has_fp8_products(device) and can_multiply and stacked.numbers.shape[1] % _KERNEL_COLUMNS == 0:
         return GpuBlockWeight(stacked)
     return UnpackedBlockWeight(stacked)
 

@@ -2,7 +2,8 @@
 
 `pack-quantized`: `weight_packed` int32 `[out, in * bits / 32]` of `number + 2 ** (bits - 1)`, `weight_scale`
 `[out, groups]`, `weight_zero_point` int32 `[out * bits / 32, groups]` packed likewise, `weight_g_idx` int32 `[in]`.
-`float-quantized`, `int-quantized`, `naive-quantized`: `weight` `[out, in]`, `weight_scale` one or `[out, 1]`.
+`float-quantized`, `int-quantized`, `naive-quantized`: `weight` `[out, in]`, `weight_scale` one, `[out, 1]` or, by
+blocks, `[out / rows, in / columns]`.
 """
 
 import re
@@ -13,6 +14,7 @@ import torch
 
 from mmserve.errors import SetupError
 from mmserve.quantization.bits import num_words, unpack
+from mmserve.quantization.block_fp8 import BlockMatrix, block_weight
 from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, stacked
 from mmserve.quantization.fp8 import flexible_scales
 from mmserve.quantization.gptq import columns_by_group
@@ -36,6 +38,8 @@ class CompressedTensorsScheme:
         sizes = list(zip(spec.names, spec.out_features, strict=True))
         if source.has(f"{name}.weight_packed"):
             return grouped_weight([group.ints(one, spec.in_features, size, source) for one, size in sizes], placement)
+        if group.block is not None:
+            return block_weight([group.blocks(one, spec.in_features, size, source) for one, size in sizes], placement)
         return eight_bit_weight(
             stacked([group.matrix(one, spec.in_features, size, source) for one, size in sizes]), placement
         )
@@ -54,7 +58,9 @@ class _Group:
         self._quantizes_input = bool(inputs)
         self._is_static = bool(inputs) and not inputs.get("dynamic", False)
         strategy = weights.get("strategy", "group" if self._group_size > 0 else "channel")
-        is_eight_bit = self._bits == 8 and strategy in ("tensor", "channel")
+        block = weights.get("block_structure") if strategy == "block" and self._kind == "float" else None
+        self.block: tuple[int, int] | None = (int(block[0]), int(block[1])) if block else None
+        is_eight_bit = self._bits == 8 and (strategy in ("tensor", "channel") or self.block is not None)
         is_grouped = self._kind == "int" and self._bits in (2, 3, 4, 8) and strategy in ("group", "channel")
         symmetric_inputs = inputs.get("symmetric", True)
         if not (is_eight_bit or is_grouped) or not symmetric_inputs or (inputs and self._bits != 8):
@@ -89,6 +95,12 @@ class _Group:
             order = columns_by_group(source.take(f"{name}.weight_g_idx", (in_features,)), group_size, name)
             numbers = numbers if order is None else numbers.index_select(1, order)
         return GroupedInts.with_zeros(numbers, scales, zeros, bits=self._bits, group_size=group_size, order=order)
+
+    def blocks(self, name: str, in_features: int, out_features: int, source: TensorSource) -> BlockMatrix:
+        assert self.block is not None
+        shape = (-(-out_features // self.block[0]), -(-in_features // self.block[1]))
+        numbers = source.take(f"{name}.weight", (out_features, in_features))
+        return BlockMatrix(numbers.to(FP8), source.take(f"{name}.weight_scale", shape).float(), self.block)
 
     def matrix(self, name: str, in_features: int, out_features: int, source: TensorSource) -> EightBitMatrix:
         numbers = source.take(f"{name}.weight", (out_features, in_features))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mmserve.kernels.cpu import widen
 from mmserve.quantization.dense import dense_weight
-from mmserve.quantization.scheme import LinearWeight, Placement
+from mmserve.quantization.scheme import LinearWeight, Placement, has_fp8_products
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -20,6 +20,7 @@ INT8_MAX = 127.0
 # A GPU's product of int8 wants more rows than this, and sizes that are multiples of 8.
 _INT8_ROWS_ON_GPU = 16
 _INT8_STEP_ON_GPU = 8
+_FP8_STEP_ON_GPU = 16
 # Rows of a matrix that are widened at a time; they stay in a core's cache.
 _PIECE = 256
 
@@ -78,7 +79,7 @@ def eight_bit_weight(matrix: EightBitMatrix, placement: Placement) -> LinearWeig
     )
     if moved.quantizes_input and moved.numbers.dtype is torch.int8 and _can_multiply_int8(moved):
         return Int8Weight(moved)
-    if placement.device.type == "cuda" and moved.numbers.dtype is FP8 and moved.quantizes_input:
+    if moved.quantizes_input and moved.numbers.dtype is FP8 and _can_multiply_fp8(moved):
         return GpuFp8Weight(moved)
     return WidenedWeight(moved, placement)
 
@@ -86,6 +87,11 @@ def eight_bit_weight(matrix: EightBitMatrix, placement: Placement) -> LinearWeig
 def _can_multiply_int8(matrix: EightBitMatrix) -> bool:
     on_gpu = matrix.numbers.device.type == "cuda"
     return not on_gpu or all(size % _INT8_STEP_ON_GPU == 0 for size in matrix.numbers.shape)
+
+
+def _can_multiply_fp8(matrix: EightBitMatrix) -> bool:
+    numbers = matrix.numbers
+    return has_fp8_products(numbers.device) and all(size % _FP8_STEP_ON_GPU == 0 for size in numbers.shape)
 
 
 class GpuFp8Weight:
@@ -105,9 +111,16 @@ class GpuFp8Weight:
         else:
             scales = self._input_scale.expand(x.shape[0])[:, None].contiguous()
             numbers = to_numbers(x, scales, "fp8")
-        out: torch.Tensor = torch._scaled_mm(
-            numbers, self._numbers.T, scale_a=scales, scale_b=self._scales, out_dtype=x.dtype, use_fast_accum=True
+        # With scales by rows the product comes in bfloat16 alone.
+        product: torch.Tensor = torch._scaled_mm(
+            numbers,
+            self._numbers.T,
+            scale_a=scales,
+            scale_b=self._scales,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
         )
+        out = product.to(x.dtype)
         return out if bias is None else out + bias
 
 
@@ -129,22 +142,26 @@ class Int8Weight:
 
 
 class WidenedWeight:
-    """The numbers in the precision of computation: in a copy that is multiplied instead, or piece by piece."""
+    """The numbers in the precision of computation: in a copy that is multiplied instead, or piece by piece.
+
+    Sums of unscaled numbers do not fit into float16: there they are float32.
+    """
 
     def __init__(self, matrix: EightBitMatrix, placement: Placement) -> None:
         self._matrix = matrix
         self._row_scales = matrix.scales.T.contiguous()
         self._dense: LinearWeight | None = None
-        if placement.device.type == "cpu" and placement.keeps_copy:
+        self._dtype = placement.dtype if placement.dtype is not torch.float16 else torch.float32
+        if placement.device.type == "cpu" and placement.keeps_copy and self._dtype is placement.dtype:
             self._dense = dense_weight(widen(matrix.numbers, placement.dtype))
             self._matrix = replace(matrix, numbers=matrix.numbers[:0])
         self._kind: Literal["fp8", "int8"] = "fp8" if matrix.numbers.dtype is FP8 else "int8"
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows, scales = x, None
+        rows, scales = x.to(self._dtype), None
         if self._matrix.quantizes_input:
             numbers, scales = _quantized(x, self._matrix, self._kind)
-            rows = widen(numbers, x.dtype)
+            rows = widen(numbers, self._dtype)
         product = self._product(rows).float()
         out = ((product if scales is None else product * scales) * self._row_scales).to(x.dtype)
         return out if bias is None else out + bias

@@ -49,6 +49,11 @@ class LinearSpec:
     out_features: tuple[int, ...]
 
 
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether a GPU multiplies FP8 numbers as such (Ada, Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 class QuantizationScheme(Protocol):
     """How the matrices of a checkpoint are stored, and how they are multiplied."""
 

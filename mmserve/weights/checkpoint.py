@@ -68,7 +68,7 @@ def open_checkpoint(
     if is_shape(model):
         return _open_shape(model, load_format, quantization, seed, device)
     if load_format == "dummy":
-        return _open_dummy(hub.resolve(model, with_weights=False), seed, device)
+        return _open_dummy(hub.resolve(model, with_weights=False), quantization, seed, device)
     path = hub.resolve(model)
     found: LoadFormat = "gguf" if path.is_file() else "safetensors"
     if load_format not in ("auto", found):
@@ -105,8 +105,8 @@ def _open_shape(
     )
 
 
-def _open_dummy(path: Path, seed: int, device: torch.device | str) -> Checkpoint:
-    from mmserve.weights.dummy import DummyCheckpoint, byte_level_tokenizer
+def _open_dummy(path: Path, quantization: QuantizationName, seed: int, device: torch.device | str) -> Checkpoint:
+    from mmserve.weights.dummy import DummyCheckpoint, byte_level_tokenizer, stored_as
     from mmserve.weights.model_files import (
         has_tokenizer,
         read_config,
@@ -117,9 +117,10 @@ def _open_dummy(path: Path, seed: int, device: torch.device | str) -> Checkpoint
 
     if path.is_file():
         source = _open_files(path)
-        return DummyCheckpoint(source.config, source.generation_config, source.tokenizer, seed=seed, device=device)
+        config = {**source.config, **stored_as(quantization)}
+        return DummyCheckpoint(config, source.generation_config, source.tokenizer, seed=seed, device=device)
     return DummyCheckpoint(
-        read_config(path),
+        {**read_config(path), **stored_as(quantization)},
         read_generation_config(path),
         (lambda: read_tokenizer(path)) if has_tokenizer(path) else byte_level_tokenizer,
         read_processor_config(path),

@@ -21,17 +21,31 @@ _STANDARD_DEVIATION = 0.02
 # Tensors are cut from one pool of random numbers (64 MiB in bfloat16): drawing 7 billion of them takes minutes.
 _POOL_SIZE = 1 << 25
 _INT4_SCALE = 0.005
+# At four standard deviations.
+_LARGEST_NUMBER = 100
+_DECODER_LAYERS = "model.layers."
 # By the method's name: how tensors end that a quantized matrix has.
 _STORED_PARTS: Mapping[str | None, tuple[str, ...]] = {
     "awq": (".qweight", ".qzeros", ".scales"),
     "gptq": (".qweight", ".qzeros", ".scales"),
+    "fp8": (".weight_scale",),
+    "compressed-tensors": (".weight_scale",),
 }
 
 
+_INT8_CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+_INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
 def stored_as(quantization: QuantizationName) -> dict[str, Any]:
-    """What a `config.json` has in addition, where its weights are stored in groups of 128 with four bits each."""
+    """What a `config.json` has in addition: AWQ and GPTQ of four bits in groups of 128, FP8, or W8A8 in INT8."""
     if quantization not in _STORED_PARTS:
         return {}
+    if quantization == "fp8":
+        return {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    if quantization == "compressed-tensors":
+        group = {"weights": _INT8_CHANNELS, "input_activations": _INT8_TOKENS, "targets": ["Linear"]}
+        return {"quantization_config": {"quant_method": quantization, "config_groups": {"group_0": group}}}
     return {"quantization_config": {"quant_method": quantization, "bits": 4, "group_size": 128}}
 
 
@@ -65,11 +79,11 @@ class DummyCheckpoint:
 
     def has(self, name: str) -> bool:
         method = self.config.get("quantization_config", {}).get("quant_method")
-        return name.startswith("model.layers.") and name.endswith(_STORED_PARTS.get(method, ()))
+        return name.startswith(_DECODER_LAYERS) and name.endswith(_STORED_PARTS.get(method, ()))
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         if name.endswith(".weight_scale"):
-            return torch.full(shape or (1,), _STANDARD_DEVIATION, device=self._device)
+            return torch.full(shape or (1,), self._scale, device=self._device)
         if shape is None:
             raise SetupError("model_unavailable", f"dummy weights need to be told the shape of {name}")
         # A vector that scales is a norm's gain.
@@ -82,7 +96,14 @@ class DummyCheckpoint:
             zeros = name.endswith(".qzeros")
             words = (torch.full(shape, 0x77777777) if zeros else torch.randint(-(2**31), 2**31, shape)).to(torch.int32)
             return words.to(self._device)
-        return self._from_pool(name, shape)
+        weight = self._from_pool(name, shape)
+        # Numbers for the scale above; a cast would make zeros of all.
+        is_stored = self.has(f"{name}_scale") and len(shape) > 1
+        return weight.div_(self._scale).round_().clamp_(-127, 127) if is_stored else weight
+
+    @property
+    def _scale(self) -> float:
+        return 4 * _STANDARD_DEVIATION / _LARGEST_NUMBER
 
     def quantized(self, name: str) -> QuantizedTensor | None:  # noqa: ARG002
         return None

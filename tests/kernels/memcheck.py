@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from kernel_checks import DEVICE, randn, relative_error
@@ -112,11 +112,11 @@ def rotate(head_dim: int, *, normed: bool) -> Pairs:
     num_heads, names = NUM_KV_HEADS * GROUP, ("q_weight", "k_weight") if normed else ()
     qkv = randn(NUM_TOKENS, num_heads + 2 * NUM_KV_HEADS, head_dim, dtype=DTYPE)
     cos, sin = (x.to(DTYPE) for x in angles(head_dim))
-    weights = {name: randn(head_dim, dtype=DTYPE) for name in names}
+    weights: dict[str, Any] = {name: randn(head_dim, dtype=DTYPE) for name in names}
     places, caches = slots(8 * BLOCK_SIZE), torch.zeros(2, 8, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, device=DEVICE)
     ours, theirs = caches[0].to(DTYPE), caches[1]
     q = rotate_and_store(qkv, cos, sin, ours, places, num_heads, eps=1e-6, **weights)
-    wide = {name: weight.float() for name, weight in weights.items()}
+    wide: dict[str, Any] = {name: weight.float() for name, weight in weights.items()}
     expected = reference.rotate_and_store(
         qkv.float(), cos.float(), sin.float(), theirs, places, num_heads, eps=1e-6, **wide
     )

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from reference_models import save_reference_model, save_reference_tokenizer
 
 from mmserve.config import ModelConfig
 from mmserve.errors import SetupError
+from mmserve.quantization.registry import choose_scheme
+from mmserve.quantization.scheme import LinearSpec, Placement
 from mmserve.weights import dummy
 from mmserve.weights.checkpoint import open_checkpoint
 from mmserve.weights.loader import WeightReader
@@ -90,3 +93,21 @@ def test_a_gguf_file_lends_its_shape(smollm2_path: Path) -> None:
     assert checkpoint.config["hidden_size"] == 576
     assert checkpoint.tokenizer().vocab_size == 49152
     assert checkpoint.quantized("model.embed_tokens.weight") is None
+
+
+@pytest.mark.parametrize("quantization", ["awq", "gptq", "fp8", "compressed-tensors"])
+def test_quantized_weights_are_made_up_too(folder: Path, quantization: Any) -> None:
+    """Of the spread that full ones have, in the decoder alone."""
+    checkpoint = open_checkpoint(str(folder), load_format="dummy", quantization=quantization)
+    scheme = choose_scheme(checkpoint.config, quantization)
+    assert scheme is not None
+    placement = Placement(torch.float32, torch.device("cpu"))
+    reader = WeightReader(checkpoint)
+    spec = LinearSpec(("model.layers.0.mlp.up_proj",), 256, (512,))
+    weight = scheme.load(spec, reader, placement)
+    assert weight is not None
+    matrix = weight.apply(torch.eye(256), None)
+    assert 0.01 < float(matrix.std()) < 0.04
+    assert abs(float(matrix.mean())) < 2e-3
+    for name in ("vision.blocks.0.mlp.up_proj", "lm_head"):
+        assert scheme.load(LinearSpec((name,), 256, (512,)), reader, placement) is None
