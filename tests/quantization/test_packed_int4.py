@@ -139,3 +139,14 @@ def test_embeddings_are_unpacked_row_by_row(kind: str) -> None:
     assert torch.equal(embedding(ids), matrix[ids])
     x = torch.randn(2, 256)
     torch.testing.assert_close(embedding.as_head().apply(x, None), x @ matrix.T)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio"), [("Q4_0", 1.12), ("Q4_1", 1.0), ("Q4_K", 1.12), ("Q5_K", 1.64), ("Q6_K", 1.53), ("Q8_0", 1.06)]
+)
+def test_memory_beside_that_of_the_blocks(kind: str, ratio: float) -> None:
+    """Without a copy. PyTorch's product has a scale and an offset for each group, whether the format does or not."""
+    data, _ = blocks_of(kind, 64, 512)
+    weight = CpuInt4Weight(grouped_ints(data, kind), keeps_copy=False)
+    held = sum(x.nbytes for x in vars(weight).values() if isinstance(x, torch.Tensor))
+    assert held / data.nbytes == pytest.approx(ratio, abs=0.01)

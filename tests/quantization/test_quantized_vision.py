@@ -1,6 +1,7 @@
 """A vision-language model whose decoder is quantized: the tower is not, and pictures keep what tells them apart."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,13 @@ class Pictures:
         with torch.inference_mode():
             self.encoded = model.encode_images([item.patches for picture in pictures for item in picture.items])
         seen: list[torch.Tensor] = []
-        logits = model.logits
-        model.logits = lambda hidden: (seen.append(hidden), logits(hidden))[1]
+        logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
+
+        def logits_seen(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(hidden)
+            return logits(hidden)
+
+        model.logits = logits_seen
         with patch_store() as store:
             for picture in pictures:
                 prompt = build_prompt([picture, random_text(0, 8, range(3, 400))], IMAGE_TOKEN, store)

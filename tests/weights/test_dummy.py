@@ -108,6 +108,6 @@ def test_quantized_weights_are_made_up_too(folder: Path, quantization: Any) -> N
     assert weight is not None
     matrix = weight.apply(torch.eye(256), None)
     assert 0.01 < float(matrix.std()) < 0.04
-    assert abs(float(matrix.mean())) < 2e-3
+    assert abs(float(matrix.mean())) < 4e-3
     for name in ("vision.blocks.0.mlp.up_proj", "lm_head"):
         assert scheme.load(LinearSpec((name,), 256, (512,)), reader, placement) is None
