@@ -81,9 +81,7 @@ class ContentPart(BaseModel):
         if source is None and given.file_id is not None:
             return MediaPart(where, "file", given.file_id, given.filename, self.detail or "auto", is_id=True)
         if source is None:
-            raise _refused(
-                where, f"is of type {self.type} and has neither file_data nor file_id: send the file in base64."
-            )
+            raise _refused(where, f"is of type {self.type} and has no file_data and no file_id: send it in base64.")
         return MediaPart(where, "file", source, given.filename, self.detail or "auto")
 
 
