@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, get_args
@@ -208,7 +208,8 @@ class Sequence:
 
     `num_computed_tokens` of them have their K and V in `block_ids`, or will have before any step launched from now on.
     `num_pending_tokens` more were sampled by steps whose results are still to come. Blocks are shared only with
-    sequences of the same `cache_salt`.
+    sequences of the same `cache_salt`. `encodings` give the seconds of the steps that encoded its images, once it has a
+    token.
     """
 
     request_id: str
@@ -225,7 +226,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_cached_prompt_tokens: int = 0
-    encoder_seconds: float = 0.0
+    encodings: list[Callable[[], float]] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
 
     @property

@@ -80,7 +80,7 @@ class Engine:
                 outputs, batch = self._give_up(batch, error), ScheduledBatch()
         if len(self._in_flight) > (self._runner.num_steps_ahead if batch.sequences else 0):
             finished, step = self._in_flight.popleft()
-            outputs += self.scheduler.update(finished, step.take(), step.encoder_seconds())
+            outputs += self.scheduler.update(finished, step.take(), step.encoder_seconds)
         return StepOutput(tuple(outputs), self.scheduler.stats())
 
     def _give_up(self, batch: ScheduledBatch, error: EngineError) -> list[TokenOutput]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class PendingStep:
-    """A step that was launched; `take` waits for its tokens. `encoder_seconds` are known from then on."""
+    """A step that was launched; `take` waits for its tokens. `encoder_seconds` are known when it was computed."""
 
     def __init__(self, request_ids: list[str], tokens: PendingTokens | None, encoding: Seconds = no_time) -> None:
         self._request_ids = request_ids

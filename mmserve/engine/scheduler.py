@@ -144,9 +144,12 @@ class Scheduler:
         return ScheduledBatch(tuple(scheduled), self.images.planned())
 
     def update(
-        self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken], encoder_seconds: float = 0.0
+        self, batch: ScheduledBatch, sampled: Mapping[str, SampledToken], encoder_seconds: Callable[[], float] = float
     ) -> list[TokenOutput]:
-        """Append what the oldest batch sampled, and finish what is done. `encoder_seconds` are those of its images."""
+        """Append what the oldest batch sampled, and finish what is done.
+
+        `encoder_seconds` are those of its images; on a GPU they are known when a later token is.
+        """
         outputs = []
         encoded = {image.content_hash for image in batch.images}
         for scheduled in batch.sequences:
@@ -157,7 +160,7 @@ class Scheduler:
                 sequence.num_pending_tokens -= 1
                 sequence.output_token_ids.append(sampled[sequence.request_id].token_id)
             if encoded and not encoded.isdisjoint(image.content_hash for image in sequence.images):
-                sequence.encoder_seconds += encoder_seconds
+                sequence.encodings.append(encoder_seconds)
             self._publish_full_blocks(sequence)
             self.images.release_computed(sequence)
             if scheduled.samples:
@@ -325,7 +328,7 @@ class Scheduler:
             stop_token_id=stop_token_id,
             num_cached_tokens=sequence.num_cached_prompt_tokens,
             queue_seconds=self._queue_seconds[sequence.request_id],
-            encoder_seconds=sequence.encoder_seconds,
+            encoder_seconds=sum(seconds() for seconds in sequence.encodings),
         )
         if finish_reason:
             self._finish(sequence)
