@@ -104,8 +104,8 @@ class JobQueue:
 
         await self._database.write(write)
 
-    async def finish_file(self, job: Job, index: int, key: ResultKey, result: dict[str, Any]) -> None:
-        """The result is cached for the next who asks, unless its file is gone by now."""
+    async def finish_file(self, job: Job, index: int, key: ResultKey | None, result: dict[str, Any]) -> None:
+        """With a key the result is cached for the next who asks, unless its file is gone by now."""
         num_pages = len(result.get("pages", ()))
 
         def write(connection: Connection) -> None:
@@ -114,7 +114,7 @@ class JobQueue:
                 connection, job.id, index, status="done", result=result, num_pages=num_pages, num_pages_read=num_pages
             )
             append_events(connection, job.id, [("result", {"index": index, "name": job.files[index].filename})])
-            if not result["cached"] and is_kept(connection, job.owner, key.sha256):
+            if key is not None and not result["cached"] and is_kept(connection, job.owner, key.sha256):
                 self._results.put_within(connection, job.owner, key, result)
 
         await self._database.write(write)

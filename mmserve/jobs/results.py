@@ -64,6 +64,11 @@ class ResultCache:
         put_row(connection, results, row)
 
 
+def is_repeatable(options: TaskOptions) -> bool:
+    """Whether the same question has the same answer; else a cached one would be no answer to who asks again."""
+    return options.temperature == 0.0 or options.seed is not None
+
+
 def is_kept(connection: Connection, owner: str, sha256: str) -> bool:
     """Whether the owner still has a file of these bytes; it stays until the transaction's end.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_fakes import CountingEngine, CountingReader, Office, document_text, ended
+from job_fakes import CountingEngine, CountingReader, Office, document_text, ended, events_of, text_of
 from sqlalchemy import delete
 
 from mmserve.errors import DocumentError
@@ -246,6 +246,34 @@ def test_an_equal_question_is_answered_from_the_cache_and_says_so(office: Office
                 results.append((done.results or [{}])[0])
         assert [result["cached"] for result in results] == [False, True, False, False]
         assert results[1] == {**results[0], "name": "two.pdf", "cached": True}
+
+    asyncio.run(scenario())
+
+
+def test_a_follower_of_a_cached_result_gets_its_text(office: Office) -> None:
+    async def scenario() -> None:
+        async with office.service() as service:
+            file = await office.add(service, document_text(2))
+            for _ in range(2):
+                job, _ = await service.jobs.create("anna", "summarize", [file.id], {})
+                events = await events_of(service, job)
+            assert [event.event for event in events] == ["delta", "result", "done"]
+            assert text_of(events) == events[1].data["result"]["text"]
+            assert events[1].data["result"]["cached"]
+
+    asyncio.run(scenario())
+
+
+def test_a_random_answer_is_another_one_each_time(sqlite_office: Office) -> None:
+    async def scenario() -> None:
+        async with sqlite_office.service() as service:
+            file = await sqlite_office.add(service, document_text(1))
+            cached = []
+            for seed in (None, None, 3, 3):
+                options = {"temperature": 1.0, "seed": seed}
+                job, _ = await service.jobs.create("anna", "summarize", [file.id], options)
+                cached += [result["cached"] for result in (await ended(service, job)).results or ()]
+            assert cached == [False, False, False, True]
 
     asyncio.run(scenario())
 

@@ -410,3 +410,19 @@ def test_each_owners_work_goes_to_the_owners_engine(sqlite_office: Office) -> No
 def test_errors_of_jobs_have_the_form_of_all_errors() -> None:
     error = MMServeError("timeout", "too late", param="pages")
     assert error.to_dict() == {"message": "too late", "type": "server_error", "param": "pages", "code": "timeout"}
+
+
+def test_no_job_begins_before_the_model_is_there(sqlite_office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmserve.jobs.runner._POLL_SECONDS", 0.01)
+    desk = Desk(is_ready=False)
+
+    async def scenario() -> None:
+        async with sqlite_office.service(desk) as service:
+            file = await sqlite_office.add(service, document_text(1))
+            job, _ = await service.jobs.create("anna", "summarize", [file.id], {})
+            await asyncio.sleep(0.1)
+            assert (await service.jobs.get("anna", job.id)).status == "queued"
+            desk.is_ready = True
+            assert (await ended(service, job)).status == "done"
+
+    asyncio.run(scenario())
