@@ -113,7 +113,7 @@ def test_a_server_with_keys_keeps_them_to_itself(tmp_path: Path, monkeypatch: py
         served.process.terminate()
         code, said = served.end()
     assert code == 0
-    assert '"POST /v1/completions HTTP/1.1" 200' in said
+    assert "POST /v1/completions 200" in said
     assert "stay in force" in said
     for secret in (ALICE, BOB):
         assert secret not in said
