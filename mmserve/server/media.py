@@ -109,6 +109,11 @@ class _Receiver:
             raise type(error)(error.code, error.message, param=error.param or media.where) from None
 
     async def _content(self, media: MediaPart) -> bytes:
+        if media.is_id:
+            stored = await self._state.jobs.files.get(self._owner, media.source)
+            if stored.num_bytes > self._room_bytes:
+                raise _too_many_bytes(self._state.settings.max_media_bytes)
+            return await asyncio.to_thread(stored.path.read_bytes)
         if not is_data_url(media.source) and re.match(r"[a-z][a-z0-9+.-]*:", media.source[:32], re.I):
             return await self._state.fetcher.fetch(media.source)
         return await asyncio.to_thread(decode_base64, media.source)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from mmserve.errors import RequestError
 from mmserve.jobs.records import Job, JobStatus
 from mmserve.pipelines.batch import file_digest
-from mmserve.pipelines.tasks import TaskName
+from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.documents import read_json_object
 from mmserve.server.routers.files import After, Limit, keep
 from mmserve.server.schemas.common import EVENT_STREAM, error_responses
@@ -160,6 +160,8 @@ async def _receive(request: Request, state: ServerState, cleanup: AsyncExitStack
 
 
 def _task_fields(task: TaskName, options: dict[str, Any]) -> TaskFields:
+    if task not in TASKS:
+        raise RequestError("invalid_request", f"task must be one of {', '.join(TASKS)}", param="task")
     fields = SCHEMAS[task].form.parse(options)
     if fields.stream:
         raise RequestError(

@@ -101,10 +101,25 @@ class AnswerResult(DocumentResult):
     num_dropped: int = Field(description="Statements of the model that no page supports; they are not in the text.")
 
 
+class ExtractedValue(BaseModel):
+    path: str = Field(description="Where in the data it stands.")
+    value: Any
+    pages: list[int]
+    verified: bool = Field(description="Whether the pages say it.")
+
+
 class ExtractionResult(DocumentResult):
-    model_config = ConfigDict(extra="allow")
+    model_config = _example(
+        object="extraction",
+        data={"vendor": "Hallam Pumps", "date": None, "total": "1,284.50 EUR"},
+        values=[{"path": "total", "value": "1,284.50 EUR", "pages": [1], "verified": True}],
+        valid=True,
+    )
 
     object: Literal["extraction"]
+    data: Any = Field(description="What was asked for; null where the document does not say.")
+    values: list[ExtractedValue]
+    valid: bool = Field(description="Whether the data fits the schema; if not, a warning says where.")
 
 
 class TranscriptPage(PageResult):
