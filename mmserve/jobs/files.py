@@ -25,6 +25,8 @@ from mmserve.jobs.tables import files, job_files, jobs, page_texts, results
 _log = logging.getLogger(__name__)
 # A folder without a row is one that is being filled, or was left by a server that ended too early.
 _ORPHAN_SECONDS = 600.0
+# Who asks for ever more widths gets them drawn, but does not fill the disk.
+_MAX_PICTURES_OF_A_PAGE = 4
 
 
 class FileStore:
@@ -106,7 +108,10 @@ class FileStore:
     async def page_picture(
         self, file: StoredFile, number: int, width: int, draw: Callable[[], Awaitable[bytes]]
     ) -> bytes:
-        """The picture of a page at `width` pixels, drawn once and then kept with the file, if there is room."""
+        """The picture of a page at `width` pixels, drawn once and then kept with the file, if there is room.
+
+        A few widths of each page are kept.
+        """
         path = file.folder / "pages" / f"{int(number)}-{int(width)}.png"
         with contextlib.suppress(FileNotFoundError):
             return await asyncio.to_thread(path.read_bytes)
@@ -181,6 +186,8 @@ def _keep(path: Path, content: bytes) -> None:
     with storing("The picture"):
         # The folder above belongs to the file: it must not come back after it was removed.
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        if len(list(path.parent.glob(f"{path.stem.partition('-')[0]}-*"))) >= _MAX_PICTURES_OF_A_PAGE:
+            return
         try:
             with open(unfinished, "xb", opener=_private) as writing:
                 writing.write(content)
