@@ -282,6 +282,7 @@ def test_metrics_have_the_promised_names_and_true_values() -> None:
         "mmserve_prefix_cache_hits_total 125.0",
         "mmserve_num_preemptions_total 7.0",
         "mmserve_engine_restarts_total 0.0",
+        "mmserve_jobs_running 0.0",
         "mmserve_encoder_cache_queries_total 12.0",
         "mmserve_encoder_cache_hits_total 5.0",
         "mmserve_encoder_tokens_total 640.0",
