@@ -2,7 +2,7 @@
 
 import { getJson, jobEvents, pictureUrl, postJson, request } from "./api.js";
 import { asMarkdown, citedText, download, element, renderResult } from "./render.js";
-import { openPage } from "./viewer.js";
+import { hasPictures, openPage } from "./viewer.js";
 
 const THUMBNAIL_WIDTH = 160;
 const MAX_THUMBNAILS = 40;
@@ -59,6 +59,8 @@ export class Card {
 
   showProgress(event) {
     const bar = this.find("progress");
+    // After a restart of the server the text may come out otherwise, and begins anew.
+    if (event.event === "restarted") this.showText("");
     if (event.event === "document_opened") bar.max = Math.max(event.num_pages, 1);
     if (event.event === "page_read") {
       bar.max = Math.max(event.num_pages, 1);
@@ -144,6 +146,8 @@ export class Card {
 
   async showThumbnails() {
     const list = this.find(".pages");
+    list.hidden = !hasPictures(this.file);
+    if (list.hidden) return;
     for (let number = 1; number <= Math.min(this.file.num_pages, MAX_THUMBNAILS); number += 1) {
       list.append(element("li", {}, this.thumbnail(number)));
     }
