@@ -14,7 +14,7 @@ from mmserve.jobs.database import Database
 from mmserve.jobs.files import FileStore
 from mmserve.jobs.page_memory import RememberingReader
 from mmserve.jobs.queue import ClaimLost, JobQueue
-from mmserve.jobs.records import Job, StoredFile
+from mmserve.jobs.records import UNFINISHED, Job, StoredFile
 from mmserve.jobs.results import ResultCache, ResultKey, tell_text
 from mmserve.jobs.telling import FileTeller, Teller
 from mmserve.jobs.webhooks import WebhookOutbox
@@ -61,7 +61,7 @@ class JobRun:
 
     async def run(self) -> None:
         await self._remember_what_was_told()
-        todo = iter([index for index, file in enumerate(self._job.files) if file.status in ("queued", "running")])
+        todo = iter([index for index, file in enumerate(self._job.files) if file.status in UNFINISHED])
         obstacle: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
