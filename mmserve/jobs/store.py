@@ -4,7 +4,7 @@ import builtins
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -18,20 +18,13 @@ from mmserve.jobs.ids import new_id, not_found, require_cursor, require_id
 from mmserve.jobs.job_rows import find_job, jobs_without_results
 from mmserve.jobs.queue import JobQueue
 from mmserve.jobs.records import UNFINISHED, Job, JobEvent, JobStatus
+from mmserve.jobs.runner import JobRunner
 from mmserve.jobs.tables import files, job_files, jobs
 from mmserve.jobs.webhooks import WebhookOutbox
 from mmserve.pipelines.tasks import TASKS, TaskName
 
 # A job may be worked on by another server, which rings no bell here.
 _POLL_SECONDS = 2.0
-
-
-class Workers(Protocol):
-    """Those who work off the queue in this process."""
-
-    def wake(self) -> None: ...
-
-    async def stop_job(self, job_id: str) -> None: ...
 
 
 class JobStore:
@@ -43,7 +36,7 @@ class JobStore:
         queue: JobQueue,
         outbox: WebhookOutbox,
         bells: Bells,
-        workers: Workers,
+        runner: JobRunner,
         counters: JobCounters,
         *,
         max_queued_jobs: int,
@@ -53,7 +46,7 @@ class JobStore:
         self._queue = queue
         self._outbox = outbox
         self._bells = bells
-        self._workers = workers
+        self._runner = runner
         self._counters = counters
         self._max_queued_jobs = max_queued_jobs
         self._retention_seconds = retention_seconds
@@ -102,7 +95,7 @@ class JobStore:
             # Another server was asked with the same key at the same time.
             job, is_new = await self._database.write(lambda connection: self._create(connection, row, file_ids))
         if is_new:
-            self._workers.wake()
+            self._runner.wake()
         return job, is_new
 
     async def get(self, owner: str, job_id: str) -> Job:
@@ -148,7 +141,7 @@ class JobStore:
         self._counters.jobs[job.task, "cancelled"] += was_unfinished
         self._bells.ring(job_id)
         self._outbox.wake()
-        await self._workers.stop_job(job_id)
+        await self._runner.stop_job(job_id)
         return job
 
     async def remove(self, owner: str, job_id: str) -> None:
