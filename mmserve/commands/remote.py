@@ -26,7 +26,7 @@ _DOCUMENT_CODES = frozenset(
     {"unsupported_type", "corrupt_document", "empty_document", "password_required", "page_too_large", "too_many_pages"}
     | {"body_too_large"}
 )
-_CODES_OF_STATUS = {401: "invalid_request", 403: "invalid_request", 429: "queue_full", 503: "engine_not_ready"}
+_CODES_OF_STATUS = {401: "unauthorized", 403: "forbidden", 429: "queue_full", 503: "engine_not_ready"}
 
 Progress = Callable[[str, dict[str, Any]], None]
 
