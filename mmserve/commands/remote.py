@@ -32,7 +32,7 @@ Progress = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class RemoteOptions:
     """Where the work is done, if not in this process."""
 
     server: Annotated[
@@ -92,7 +92,7 @@ class RemoteServer:
 
     @classmethod
     @asynccontextmanager
-    async def connected(cls, options: ServerOptions, *, num_connections: int) -> "AsyncIterator[RemoteServer]":
+    async def connected(cls, options: RemoteOptions, *, num_connections: int) -> "AsyncIterator[RemoteServer]":
         """Raises `SetupError` where nobody answers, `RequestError` where the key is not taken."""
         assert options.server is not None
         url = options.server.rstrip("/")

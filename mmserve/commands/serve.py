@@ -46,7 +46,11 @@ class ServerOptions:
     max_upload_size: Annotated[str, _option(metavar="SIZE", help="Largest upload, all its files together.")] = "256MiB"
     max_files: Annotated[int, _option(min=1, help="Files in one upload.")] = 64
     max_concurrent_documents: Annotated[
-        int, _option(min=1, help="Documents worked on at once; keys that want more than that get equal shares.")
+        int,
+        _option(
+            min=1,
+            help="Documents of requests worked on at once, and as many of jobs; keys that want more get equal shares.",
+        ),
     ] = 4
     upload_dir: Annotated[
         Path | None, _option(help="Folder for uploads while they are worked on.", show_default="the system's")

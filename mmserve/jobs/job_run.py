@@ -14,12 +14,11 @@ from mmserve.jobs.database import Database
 from mmserve.jobs.files import FileStore
 from mmserve.jobs.page_memory import RememberingReader
 from mmserve.jobs.queue import ClaimLost, JobQueue
-from mmserve.jobs.records import Job, StoredFile
-from mmserve.jobs.results import ResultCache, ResultKey, is_repeatable
+from mmserve.jobs.records import UNFINISHED, Job, StoredFile
+from mmserve.jobs.results import ResultCache, ResultKey, tell_text
 from mmserve.jobs.telling import FileTeller, Teller
 from mmserve.jobs.webhooks import WebhookOutbox
 from mmserve.jobs.workplace import Workplace
-from mmserve.pipelines.events import TextAdded
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TASKS
 
@@ -62,7 +61,7 @@ class JobRun:
 
     async def run(self) -> None:
         await self._remember_what_was_told()
-        todo = iter([index for index, file in enumerate(self._job.files) if file.status in ("queued", "running")])
+        todo = iter([index for index, file in enumerate(self._job.files) if file.status in UNFINISHED])
         obstacle: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -108,17 +107,17 @@ class JobRun:
             return
         self._file_tellers[index].finish()
         await self._flush()
-        await queue.finish_file(job, index, key if is_repeatable(options) else None, result)
+        await queue.finish_file(job, index, key if options.is_repeatable else None, result)
         self._bench.counters.documents[job.task, "done"] += 1
 
     async def _result(self, index: int, key: ResultKey, options: TaskOptions) -> dict[str, Any]:
         job, bench = self._job, self._bench
         name = job.files[index].filename
-        if is_repeatable(options) and not job.no_cache:
+        if options.is_repeatable and not job.no_cache:
             cached = await bench.results.get(job.owner, key, name=name)
             if cached is not None:
                 bench.counters.documents_cached[job.task] += 1
-                self._tell_text(index, cached)
+                tell_text(cached, self._file_tellers[index])
                 return cached
         file = await bench.files.get(job.owner, job.files[index].file_id)
         for seconds in (*_RETRY_SECONDS, None):
@@ -153,13 +152,6 @@ class JobRun:
             bench.counters.num_pages_remembered += reader.num_remembered
             bench.counters.num_answers_replayed += engine.num_replayed
         return result.to_dict()
-
-    def _tell_text(self, index: int, result: dict[str, Any]) -> None:
-        """Who follows a job whose result is known gets its text all at once."""
-        text = result.get("text")
-        if isinstance(text, str):
-            self._file_tellers[index].start_again()
-            self._file_tellers[index](TextAdded(text))
 
     async def _flush_now_and_then(self) -> None:
         while True:

@@ -10,6 +10,7 @@ from mmserve.jobs.database import Database
 from mmserve.jobs.digests import digest_of
 from mmserve.jobs.tables import files, results
 from mmserve.jobs.upserts import put_row
+from mmserve.pipelines.events import OnEvent, TextAdded
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TaskName
 
@@ -64,9 +65,11 @@ class ResultCache:
         put_row(connection, results, row)
 
 
-def is_repeatable(options: TaskOptions) -> bool:
-    """Whether the same question has the same answer; else a cached one would be no answer to who asks again."""
-    return options.temperature == 0.0 or options.seed is not None
+def tell_text(result: dict[str, Any], tell: OnEvent) -> None:
+    """Who follows the text of a result that is known gets it all at once."""
+    text = result.get("text")
+    if isinstance(text, str):
+        tell(TextAdded(text))
 
 
 def is_kept(connection: Connection, owner: str, sha256: str) -> bool:

@@ -17,7 +17,7 @@ from mmserve.jobs.event_log import events_after
 from mmserve.jobs.ids import new_id, not_found, require_cursor, require_id
 from mmserve.jobs.job_rows import find_job, jobs_without_results
 from mmserve.jobs.queue import JobQueue
-from mmserve.jobs.records import Job, JobEvent, JobStatus
+from mmserve.jobs.records import UNFINISHED, Job, JobEvent, JobStatus
 from mmserve.jobs.tables import files, job_files, jobs
 from mmserve.jobs.webhooks import WebhookOutbox
 from mmserve.pipelines.tasks import TASKS, TaskName
@@ -136,7 +136,7 @@ class JobStore:
         def end(connection: Connection) -> tuple[Job, bool]:
             is_job = (jobs.c.owner == owner) & (jobs.c.id == job_id)
             status = connection.execute(select(jobs.c.status).where(is_job).with_for_update()).scalar_one_or_none()
-            is_unfinished = status in ("queued", "running")
+            is_unfinished = status in UNFINISHED
             if is_unfinished:
                 self._queue.cancel_within(connection, job_id)
             job = find_job(connection, owner, job_id)
@@ -160,7 +160,7 @@ class JobStore:
 
         def forget(connection: Connection) -> None:
             is_job = (jobs.c.owner == owner) & (jobs.c.id == job_id)
-            has_ended = jobs.c.status.not_in(("queued", "running"))
+            has_ended = jobs.c.status.not_in(UNFINISHED)
             if connection.execute(delete(jobs).where(is_job, has_ended)).rowcount:
                 return
             if connection.execute(select(jobs.c.id).where(is_job)).first() is None:
@@ -189,7 +189,7 @@ class JobStore:
 
     async def sweep(self) -> None:
         """Removes jobs whose time has come."""
-        has_expired = (jobs.c.expires_at <= self._database.now()) & jobs.c.status.not_in(("queued", "running"))
+        has_expired = (jobs.c.expires_at <= self._database.now()) & jobs.c.status.not_in(UNFINISHED)
         await self._database.write(lambda connection: connection.execute(delete(jobs).where(has_expired)))
 
     def _create(self, connection: Connection, row: dict[str, Any], file_ids: Sequence[str]) -> tuple[Job, bool]:
@@ -233,7 +233,7 @@ class JobStore:
 def _news(connection: Connection, job_id: str, after: int) -> tuple[bool, list[JobEvent]]:
     """Whether the job had ended or was removed, and events after that number: asked later, so that none is missed."""
     status = connection.execute(select(jobs.c.status).where(jobs.c.id == job_id)).scalar_one_or_none()
-    return status not in ("queued", "running"), events_after(connection, job_id, after)
+    return status not in UNFINISHED, events_after(connection, job_id, after)
 
 
 def _check(task: TaskName, file_ids: Sequence[str], options: Mapping[str, Any]) -> None:

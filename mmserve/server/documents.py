@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from mmserve.errors import RequestError
 from mmserve.server.base64_data import decode_base64
 from mmserve.server.schemas.tasks import DocumentsBody, DocumentSource, TaskFields, TaskSchema
 from mmserve.server.state import ServerState, require_json
-from mmserve.server.uploads import declared_media_type, display_name, is_multipart, receive_form
+from mmserve.server.uploads import display_name, is_json, is_multipart, new_folder, receive_form
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ async def receive_task(request: Request, schema: TaskSchema, state: ServerState)
     body = schema.body.parse(await read_json_object(request))
     assert isinstance(body, DocumentsBody)
     documents = [_named(source, place) for place, source in enumerate(body.sources(settings.max_files), start=1)]
-    return SentTask(body, tuple(documents), _new_folder(settings.upload_dir))
+    return SentTask(body, tuple(documents), new_folder(settings.upload_dir))
 
 
 async def brought(document: SentDocument, folder: Path, state: ServerState, owner: str) -> tuple[str, Path]:
@@ -86,8 +85,7 @@ def _named(source: DocumentSource, position: int) -> SentDocument:
 
 async def read_json_object(request: Request) -> Mapping[str, Any]:
     """Raises `RequestError` for a body that is none."""
-    media_type = declared_media_type(request)
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    if not is_json(request):
         raise RequestError(
             "unsupported_type",
             "Send documents as multipart/form-data, each in a field named file, or as application/json.",
@@ -101,7 +99,3 @@ async def read_json_object(request: Request) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("invalid_request", "The body must be a JSON object.")
     return body
-
-
-def _new_folder(parent: Path | None) -> Path:
-    return Path(tempfile.mkdtemp(prefix="mmserve-upload-", dir=parent))

@@ -9,11 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.errors import EngineError, RequestError
 from mmserve.server.errors import BodyStalled, BodyTooLarge, BodyTooSlow, as_mmserve_error, error_response
-from mmserve.server.owners import LOCAL_OWNER
 
 LINGER_SECONDS = 5.0
 STALL_SECONDS = 20.0
-DEFAULT_TIMEOUT = 600.0
 
 
 class BodyLimit:
@@ -24,9 +22,7 @@ class BodyLimit:
     thrown away for `LINGER_SECONDS`: most clients look for the answer only when they have sent everything.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, default: int, limits: Mapping[str, int], timeout: float = DEFAULT_TIMEOUT
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, default: int, limits: Mapping[str, int], timeout: float) -> None:
         self.app = app
         self.timeout = timeout
         self.default = default
@@ -127,7 +123,7 @@ class AdmissionGate:
         self.num_in_flight = 0
 
     @contextlib.contextmanager
-    def admit(self, num_sequences: int, owner: str = LOCAL_OWNER) -> Iterator[None]:
+    def admit(self, num_sequences: int, owner: str) -> Iterator[None]:
         """Holds `num_sequences` places; raises `EngineError` (`queue_full`) where there are too few."""
         if num_sequences > self._max_of_owner:
             raise RequestError(

@@ -16,7 +16,6 @@ from mmserve.errors import DocumentError, MMServeError, RequestError
 from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.prompts import Fence
 from mmserve.server.base64_data import decode_base64, is_data_url
-from mmserve.server.owners import LOCAL_OWNER
 from mmserve.server.schemas.content import Detail, MediaPart
 from mmserve.server.state import ServerState
 from mmserve.server.uploads import display_name
@@ -42,7 +41,7 @@ def limits_of(limits: PixelLimits, detail: Detail) -> PixelLimits:
 
 @asynccontextmanager
 async def received(
-    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits, owner: str = LOCAL_OWNER
+    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits, owner: str
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Messages for the prompt builder, pictures within `limits`; their files are removed when the block is left.
 

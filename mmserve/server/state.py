@@ -24,6 +24,7 @@ from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_sal
 from mmserve.server.settings import ServerSettings
 from mmserve.server.task_metrics import JobCollector, TaskObserver
 from mmserve.server.tracing import NoTracing
+from mmserve.server.uploads import declared_media_type, is_json
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta, RequestTimings
@@ -79,7 +80,7 @@ class ServerState:
         self.metrics = ServerMetrics(
             lambda: engine.stats,
             lambda: None if prompts.pool is None else prompts.pool.stats,
-            num_restarts=lambda: engine.num_restarts,
+            lambda: engine.num_restarts,
         )
         self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
         self.jobs = JobService(settings.jobs, self)
@@ -196,8 +197,8 @@ async def require_running(state: State) -> None:
 
 async def require_json(request: Request) -> None:
     """A page of another site can send `text/plain` without asking the browser, but not `application/json`."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    if not is_json(request):
+        media_type = declared_media_type(request)
         sent = repr(media_type) if media_type else "no Content-Type"
         raise RequestError("unsupported_type", f"Send the body as application/json; this request has {sent}.")
     body = await request.body()

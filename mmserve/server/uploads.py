@@ -48,12 +48,17 @@ async def receive_form(request: Request, *, max_files: int, parent: Path | None)
     async with request.form(max_files=max_files, max_fields=MAX_FIELDS) as form:
         options = _options(form)
         files = _files(form)
-        folder = Path(tempfile.mkdtemp(prefix="mmserve-upload-", dir=parent))
+        folder = new_folder(parent)
         try:
             return UploadForm(folder, await asyncio.to_thread(_store, files, folder), options)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def new_folder(parent: Path | None) -> Path:
+    """For what a request has sent; only this user can read it."""
+    return Path(tempfile.mkdtemp(prefix="mmserve-upload-", dir=parent))
 
 
 def display_name(sent: str | None, position: int) -> str:
@@ -70,6 +75,11 @@ def declared_media_type(request: Request) -> str:
 
 def is_multipart(request: Request) -> bool:
     return declared_media_type(request) == "multipart/form-data"
+
+
+def is_json(request: Request) -> bool:
+    media_type = declared_media_type(request)
+    return media_type == "application/json" or media_type.endswith("+json")
 
 
 def _require_multipart(request: Request) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.errors import StorageError
-from mmserve.jobs.results import ResultKey
+from mmserve.jobs.results import ResultKey, tell_text
 from mmserve.pipelines.batch import file_digest
-from mmserve.pipelines.events import OnEvent, TextAdded
+from mmserve.pipelines.events import OnEvent
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.state import ServerState
@@ -32,7 +32,8 @@ class TaskRun:
         key = await self._key(path)
         known = None if key is None or self.no_cache else await self._known(key, name)
         if known is not None:
-            _tell_text(known, on_event)
+            if on_event is not None:
+                tell_text(known, on_event)
             return known
         result = await self._made(path, name, on_event)
         if key is not None:
@@ -68,14 +69,7 @@ class TaskRun:
 
     async def _key(self, path: Path) -> ResultKey | None:
         """None for an answer that would be another one each time."""
-        if self.options.temperature > 0 and self.options.seed is None:
+        if not self.options.is_repeatable:
             return None
         digest = await asyncio.to_thread(file_digest, path)
         return ResultKey.of(digest, self.task, self.options, self.state.model)
-
-
-def _tell_text(result: dict[str, Any], on_event: OnEvent | None) -> None:
-    """A reader who follows the text gets it, all at once."""
-    text = result.get("text")
-    if on_event is not None and isinstance(text, str):
-        on_event(TextAdded(text))
