@@ -94,9 +94,17 @@ class ServerState:
             num_waiting=lambda: engine.stats.num_requests_waiting,
             has_owners=settings.access.keys is not None,
         )
-        # As many again as run, so that the engine always finds the next ones.
-        num_places = 2 * scheduler.max_num_seqs
-        self._engine_places = None if settings.access.keys is None else FairSlots(num_places)
+        # Documents that wait for their turn take no place from requests that could go to the engine at once.
+        self.document_gate = AdmissionGate(
+            max_in_flight=settings.max_concurrent_documents + scheduler.max_num_waiting,
+            max_waiting=scheduler.max_num_waiting,
+            num_waiting=int,
+            has_owners=settings.access.keys is not None,
+        )
+        # As many again as run, so that the engine always finds the next ones; fewer than it would refuse, so that what
+        # was admitted here, a document with its many requests among it, waits for its turn and is not sent away later.
+        num_places = scheduler.max_num_seqs + min(scheduler.max_num_seqs, scheduler.max_num_waiting)
+        self._engine_places = FairSlots(num_places)
 
     def engine_for(self, owner: str, cache_salt: str | None = None) -> OwnerEngine:
         """The engine as this owner's requests go to it; `cache_salt` keeps some of them apart from the others."""

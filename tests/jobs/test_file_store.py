@@ -189,7 +189,7 @@ def test_many_widths_do_not_fill_the_disk(sqlite_office: Office) -> None:
             for number in (1, 11):
                 for width in range(100, 120):
                     assert await service.files.page_picture(file, number, width, draw) == b"picture"
-        assert len(stored_paths(sqlite_office)) == 1 + 2 * 4
+        assert len(stored_paths(sqlite_office)) == 1 + 2 * 8
 
     asyncio.run(scenario())
 

@@ -149,6 +149,18 @@ def test_a_document_is_deleted_with_its_results(page: Page, url: str) -> None:
         assert page.request.get(f"{url}/v1/{kind}").json()["data"] == []
 
 
+def test_a_document_is_deleted_with_what_was_asked_again(page: Page, url: str) -> None:
+    submit(page, three_pages())
+    expect(card(page)).to_contain_text("Done")
+    card(page).get_by_label("Ask about this document").fill("What is the total?")
+    page.keyboard.press("Enter")
+    expect(card(page, "invoice.pdf: What is the total?")).to_contain_text("Done")
+    card(page).get_by_role("button", name="Delete document and results").click()
+    expect(page.locator(".card")).to_have_count(0)
+    for kind in ("files", "jobs"):
+        assert page.request.get(f"{url}/v1/{kind}").json()["data"] == []
+
+
 def test_markup_in_documents_and_names_stays_text(page: Page, engine: ScriptedEngine) -> None:
     name = "<img src=x onerror=alert(1)>.txt"
     text = "The <b>total</b> is <script>alert(1)</script> 12 EUR."

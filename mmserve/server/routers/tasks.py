@@ -69,7 +69,7 @@ async def _answer(task: TaskName, request: Request, state: ServerState, owner: s
 
 async def _results(call: TaskCall) -> dict[str, Any]:
     documents = call.sent.documents
-    with call.state.gate.admit(len(documents), call.run.owner):
+    with call.state.document_gate.admit(len(documents), call.run.owner):
         if call.is_single:
             return await call.result(documents[0])
         return {"object": "list", "data": await asyncio.gather(*(_result_or_error(call, one) for one in documents))}
@@ -95,7 +95,7 @@ async def _frames(call: TaskCall) -> AsyncGenerator[str, None]:
     """Frames of all files, interleaved. A file that came alone and fails at once is an ordinary error."""
     queue: _Queue = asyncio.Queue()
     num_open = len(call.sent.documents)
-    with call.state.gate.admit(num_open, call.run.owner):
+    with call.state.document_gate.admit(num_open, call.run.owner):
         tasks = [asyncio.create_task(_work_off(call, index, queue)) for index in range(num_open)]
         try:
             is_first = True
