@@ -28,7 +28,12 @@ from served_process import ServedProcess, served_process
 Kind = Literal["chat", "document"]
 _TIMEOUT_SECONDS = 300
 # Large enough for the engine, and not what is around it, to set the capacity.
-_MODEL = {"max_position_embeddings": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
+_MODEL: dict[str, Any] = {
+    "max_position_embeddings": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+}
 _LOOK_SECONDS = 2
 _WORDS = ("the", "invoice", "of", "March", "is", "due", "in", "June", "its", "total", "includes", "tax", "as", "agreed")
 

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.errors import EngineError, RequestError
 from mmserve.server.errors import BodyStalled, BodyTooLarge, BodyTooSlow, as_mmserve_error, error_response
+from mmserve.server.owners import owner_of
 
 LINGER_SECONDS = 5.0
 STALL_SECONDS = 20.0
@@ -123,7 +124,7 @@ class AdmissionGate:
         self._num_of_owner: Counter[str] = Counter()
         self.num_in_flight = 0
 
-    def check(self, num_sequences: int = 1, owner: str = LOCAL_OWNER) -> None:
+    def check(self, num_sequences: int, owner: str) -> None:
         """Raises `EngineError` (`queue_full`) where there are fewer places than `num_sequences`."""
         if self._num_of_owner[owner] + num_sequences > self._max_of_owner:
             raise EngineError("queue_full", "Too many of your requests are waiting. Try again when some are done.")
@@ -168,7 +169,7 @@ class RefuseWhenFull:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._gates:
             try:
-                self._gates[scope["path"]].check(owner=scope.get("state", {}).get("owner", LOCAL_OWNER))
+                self._gates[scope["path"]].check(1, owner_of(scope))
             except EngineError as error:
                 scope["route"] = _Route(scope["path"])
                 await error_response(error)(scope, receive, send)

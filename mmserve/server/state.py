@@ -20,7 +20,7 @@ from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
 from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
-from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
+from mmserve.server.owners import FairSlots, OwnerEngine, cache_salt_of, owner_of
 from mmserve.server.settings import ServerSettings
 from mmserve.server.task_metrics import JobCollector, TaskObserver
 from mmserve.server.tracing import NoTracing
@@ -187,8 +187,7 @@ State = Annotated[ServerState, Depends(get_state)]
 
 async def get_owner(request: Request) -> str:
     """Whose request it is: what one owner has sent or asked, no other one can see."""
-    owner: str = getattr(request.state, "owner", LOCAL_OWNER)
-    return owner
+    return owner_of(request.scope)
 
 
 Owner = Annotated[str, Depends(get_owner)]
