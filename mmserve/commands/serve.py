@@ -61,7 +61,7 @@ class ServerOptions:
         list[str] | None,
         _option(
             metavar="HOST",
-            help="Host from which chat requests may name pictures by URL: host, host:port, *.domain or *; repeatable.",
+            help="Host from which pictures and documents may be named by URL: host, host:port, *.domain or *; repeatable.",
             show_default="none",
         ),
     ] = None
