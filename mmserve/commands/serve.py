@@ -61,7 +61,7 @@ class ServerOptions:
         list[str] | None,
         _option(
             metavar="HOST",
-            help="Host from which pictures and documents may be named by URL: host, host:port, *.domain or *; repeatable.",
+            help="Host of pictures and documents that may be named by URL: host, host:port, *.domain, *; repeatable.",
             show_default="none",
         ),
     ] = None
