@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select
 
-from mmserve.errors import StorageError
+from mmserve.errors import DocumentError, RequestError, StorageError
 from mmserve.jobs.database import Database, newest
 from mmserve.jobs.ids import new_id, not_found, require_cursor, require_id
 from mmserve.jobs.records import UNFINISHED, StoredFile
@@ -156,6 +156,17 @@ class FileStore:
 
     def _stored(self, row: Row[Any]) -> StoredFile:
         return StoredFile(**row._mapping, folder=self._folder(row.owner, row.id))
+
+
+@contextlib.contextmanager
+def while_kept(path: Path) -> Iterator[None]:
+    """What goes wrong with a file because it was deleted meanwhile is that it is not there (`not_found`)."""
+    try:
+        yield
+    except (DocumentError, RequestError, OSError):
+        if path.exists():
+            raise
+        raise not_found("file") from None
 
 
 def _fill(folder: Path, source: Path) -> int:

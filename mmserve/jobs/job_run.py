@@ -11,7 +11,7 @@ from mmserve.jobs.answer_memory import RememberingEngine
 from mmserve.jobs.bells import Bells
 from mmserve.jobs.counters import JobCounters
 from mmserve.jobs.database import Database
-from mmserve.jobs.files import FileStore
+from mmserve.jobs.files import FileStore, while_kept
 from mmserve.jobs.page_memory import RememberingReader
 from mmserve.jobs.queue import ClaimLost, JobQueue
 from mmserve.jobs.records import UNFINISHED, Job, StoredFile
@@ -95,7 +95,7 @@ class JobRun:
     async def _do(self, index: int) -> None:
         job, queue = self._job, self._bench.queue
         try:
-            options = TASKS[job.task].options(job.options)
+            options = await asyncio.to_thread(TASKS[job.task].options, job.options)
             key = ResultKey.of(job.files[index].sha256, job.task, options, self._bench.workplace.model)
             result = await self._result(index, key, options)
         except (ClaimLost, StorageError):
@@ -122,7 +122,8 @@ class JobRun:
         file = await bench.files.get(job.owner, job.files[index].file_id)
         for seconds in (*_RETRY_SECONDS, None):
             try:
-                return {**await self._ask(index, file, options), "cached": False}
+                with while_kept(file.path):
+                    return {**await self._ask(index, file, options), "cached": False}
             except EngineError as error:
                 if seconds is None or error.code not in _HEALING:
                     raise

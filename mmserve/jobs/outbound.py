@@ -105,6 +105,8 @@ def checked_url(url: str, *, param: str | None = None) -> httpx.URL:
 
 
 def plain_host(url: httpx.URL) -> str:
+    """Raises `ValueError` for a name that is none, which would be found out only when it is sent to."""
+    _ = url.host
     return url.raw_host.decode("ascii").lower().strip("[]").rstrip(".")
 
 

@@ -48,9 +48,17 @@ class ResultCache:
         result = await self._database.read(find)
         return None if result is None else {**result, "name": name, "cached": True}
 
-    async def put(self, owner: str, key: ResultKey, result: dict[str, Any]) -> None:
-        """Keeps a result, unless a page of it could not be read: that may go better the next time."""
-        await self._database.write(lambda connection: self.put_within(connection, owner, key, result))
+    async def put(self, owner: str, key: ResultKey, result: dict[str, Any], *, is_of_file: bool = False) -> None:
+        """Keeps a result, unless a page of it could not be read: that may go better the next time.
+
+        One of a stored file only while the owner has it.
+        """
+
+        def keep(connection: Connection) -> None:
+            if not is_of_file or is_kept(connection, owner, key.sha256):
+                self.put_within(connection, owner, key, result)
+
+        await self._database.write(keep)
 
     def put_within(self, connection: Connection, owner: str, key: ResultKey, result: dict[str, Any]) -> None:
         if any(page.get("problem") for page in result.get("pages", ())):

@@ -1,5 +1,6 @@
 """Jobs in the database: made, looked up, cancelled, removed, followed."""
 
+import asyncio
 import builtins
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -68,7 +69,7 @@ class JobStore:
         Raises `RequestError`: `invalid_request` for options that do not fit, `not_found` for a file, `url_not_allowed`,
         `idempotency_conflict` for a key that was used with another digest; `EngineError` (`queue_full`).
         """
-        _check(task, file_ids, options)
+        await asyncio.to_thread(_check, task, file_ids, options)
         if webhook_url is not None:
             self._outbox.check(webhook_url)
         now = self._database.now()

@@ -155,6 +155,10 @@ class WebhookOutbox:
             return error.code
         except (TimeoutError, httpx.HTTPError, OSError) as error:
             return type(error).__name__
+        except Exception as error:
+            # One that cannot be sent, whatever its fault, must not hold up the others.
+            _log.exception("webhook %s met a fault", row.id)
+            return type(error).__name__
         return None if 200 <= status < 300 else _status(status)
 
     async def _post(self, row: Row[Any]) -> int:

@@ -14,7 +14,7 @@ from fastapi import Request
 from mmserve.errors import RequestError
 from mmserve.server.base64_data import decode_base64
 from mmserve.server.schemas.tasks import DocumentsBody, DocumentSource, TaskFields, TaskSchema
-from mmserve.server.state import ServerState, require_json
+from mmserve.server.state import ServerState, json_of, require_json
 from mmserve.server.uploads import display_name, is_json, is_multipart, new_folder, receive_form
 
 
@@ -25,6 +25,10 @@ class SentDocument:
     name: str
     path: Path | None = None
     source: DocumentSource | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.source is not None and self.source.file_id is not None
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,7 @@ async def read_json_object(request: Request) -> Mapping[str, Any]:
             param="file",
         )
     await require_json(request)
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise RequestError("invalid_request", f"The body is not valid JSON: {error}.") from None
+    body = await json_of(request)
     if not isinstance(body, dict):
         raise RequestError("invalid_request", "The body must be a JSON object.")
     return body

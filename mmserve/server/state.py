@@ -211,7 +211,17 @@ async def require_json(request: Request) -> None:
     body = await request.body()
     _require_utf8(body)
     if b"\\ud" in body.lower():
-        _refuse_half_characters(await request.json())
+        _refuse_half_characters(await json_of(request))
+
+
+async def json_of(request: Request) -> Any:
+    """The body. Raises `RequestError` for one that is no JSON, or has more levels than can be read."""
+    try:
+        return await request.json()
+    except ValueError as error:
+        raise RequestError("invalid_request", f"The body is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise RequestError("invalid_request", "The body is nested too deeply: send fewer levels.") from None
 
 
 def _require_utf8(body: bytes) -> None:
@@ -230,7 +240,7 @@ def _refuse_half_characters(body: Any) -> None:
     """JSON can spell half of a surrogate pair, which is no text that a tokenizer could take."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, RecursionError):
         raise RequestError(
-            "invalid_request", "The body has a surrogate (\\ud800 to \\udfff) without its pair."
+            "invalid_request", "The body has a surrogate (\\ud800 to \\udfff) without its pair, or too many levels."
         ) from None

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from fastapi import Request
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 
 from mmserve.errors import RequestError
@@ -87,6 +88,10 @@ def _require_multipart(request: Request) -> None:
         raise RequestError(
             "unsupported_type", "Send documents as multipart/form-data, each in a field named file.", param="file"
         )
+    # The parser would take any of Python's codecs, some of which make text that is none.
+    _, parameters = parse_options_header(request.headers["content-type"])
+    if parameters.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8", b"us-ascii"):
+        raise RequestError("unsupported_type", "Send the form in UTF-8, and leave charset out.")
 
 
 def _files(form: FormData) -> list[UploadFile]:

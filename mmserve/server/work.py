@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.errors import StorageError
+from mmserve.jobs.files import while_kept
 from mmserve.jobs.results import ResultKey, tell_text
 from mmserve.pipelines.batch import file_digest
 from mmserve.pipelines.events import OnEvent
@@ -27,8 +28,14 @@ class TaskRun:
     options: TaskOptions
     no_cache: bool = False
 
-    async def result(self, path: Path, name: str, on_event: OnEvent | None = None) -> dict[str, Any]:
+    async def result(
+        self, path: Path, name: str, on_event: OnEvent | None = None, *, is_stored: bool = False
+    ) -> dict[str, Any]:
         """The task's result with `cached`. Raises as the task does; cancelling it ends the engine's work on it."""
+        with while_kept(path):
+            return await self._result(path, name, on_event, is_stored=is_stored)
+
+    async def _result(self, path: Path, name: str, on_event: OnEvent | None, *, is_stored: bool) -> dict[str, Any]:
         key = await self._key(path)
         known = None if key is None or self.no_cache else await self._known(key, name)
         if known is not None:
@@ -37,7 +44,7 @@ class TaskRun:
             return known
         result = await self._made(path, name, on_event)
         if key is not None:
-            await self._remember(key, result)
+            await self._remember(key, result, is_stored=is_stored)
         return {**result, "cached": False}
 
     async def _made(self, path: Path, name: str, on_event: OnEvent | None) -> dict[str, Any]:
@@ -61,9 +68,9 @@ class TaskRun:
             logger.warning("the result cache cannot be read: %s", error)
             return None
 
-    async def _remember(self, key: ResultKey, result: dict[str, Any]) -> None:
+    async def _remember(self, key: ResultKey, result: dict[str, Any], *, is_stored: bool) -> None:
         try:
-            await self.state.jobs.results.put(self.owner, key, result)
+            await self.state.jobs.results.put(self.owner, key, result, is_of_file=is_stored)
         except StorageError as error:
             logger.warning("a result cannot be cached: %s", error)
 

@@ -321,3 +321,26 @@ def test_a_payload_is_plain_json(office: Office, receiver: Receiver) -> None:
         assert json.loads(receiver.received[0][1])["data"]["files"][0]["filename"] == "Vertrag\ud800.pdf"
 
     asyncio.run(scenario())
+
+
+def test_a_fault_in_one_delivery_is_its_own(sqlite_office: Office, receiver: Receiver) -> None:
+    async def meet_a_fault(_host: str, _port: int) -> list[IPAddress]:
+        raise KeyError("a fault")
+
+    async def scenario() -> None:
+        url, hosts = receiver.url, (receiver.host,)
+        async with outbox_with_a_message(sqlite_office, url, hosts=hosts, resolve=meet_a_fault) as (outbox, database):
+            assert await outbox.deliver_due() == 1
+            assert await num_waiting(database) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_is_none_is_refused_at_once(sqlite_office: Office) -> None:
+    async def scenario() -> None:
+        async with sqlite_office.service() as service:
+            outbox = WebhookOutbox(service._database, WebhookOptions(secret=SECRET, hosts=("*",)))
+            with pytest.raises(RequestError, match="malformed"):
+                outbox.check("http://xn--a/")
+
+    asyncio.run(scenario())

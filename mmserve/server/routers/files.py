@@ -2,13 +2,15 @@
 
 import asyncio
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from mmserve.errors import DocumentError, RequestError
+from mmserve.jobs.files import while_kept
 from mmserve.jobs.records import StoredFile
 from mmserve.pipelines.batch import file_digest
 from mmserve.server.schemas.common import STORAGE_STATUSES, error_responses
@@ -92,7 +94,9 @@ async def download_file(file_id: str, state: State, owner: Owner) -> Response:
     """The file as it was sent, to be saved and not shown."""
     stored = await state.jobs.files.get(owner, file_id)
     headers = {"Content-Disposition": attachment(stored.filename), "X-Content-Type-Options": "nosniff"}
-    return FileResponse(stored.path, media_type=stored.media_type, headers=headers)
+    with while_kept(stored.path):
+        file = await asyncio.to_thread(stored.path.open, "rb")
+    return _OpenFile(file, media_type=stored.media_type, headers=headers)
 
 
 @router.get(
@@ -117,11 +121,24 @@ async def draw_page(
     if number > stored.num_pages:
         raise RequestError("not_found", f"{stored.filename} has no page {number}: it has {stored.num_pages}.")
     document = Document(stored.path, stored.filename, stored.media_type, stored.sha256, stored.num_pages)
-    picture = await state.jobs.files.page_picture(
-        stored, number, width, lambda: state.reader.draw(document, number, width)
-    )
+    with while_kept(stored.path):
+        picture = await state.jobs.files.page_picture(
+            stored, number, width, lambda: state.reader.draw(document, number, width)
+        )
     headers = {"Cache-Control": "private, max-age=3600", "X-Content-Type-Options": "nosniff"}
     return Response(picture, media_type="image/png", headers=headers)
+
+
+class _OpenFile(FileResponse):
+    """A file that is sent to its end, even if it is deleted meanwhile."""
+
+    def __init__(self, file: BinaryIO, **arguments: Any) -> None:
+        super().__init__(f"/proc/self/fd/{file.fileno()}", **arguments)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 def attachment(filename: str) -> str:

@@ -26,6 +26,8 @@ from mmserve.server.uploads import Upload, is_multipart, receive_form
 
 router = APIRouter(tags=["jobs"])
 
+# What the database's numbers go up to.
+MAX_EVENT = 2**31 - 1
 _JOB_ERRORS = error_responses(400, 404, 408, 409, 413, 415, 429, *STORAGE_STATUSES, 504, 507)
 IdempotencyKey = Annotated[
     str | None,
@@ -36,7 +38,8 @@ IdempotencyKey = Annotated[
     ),
 ]
 LastEventID = Annotated[
-    int | None, Header(ge=0, alias="Last-Event-ID", description="The `id` of the last event that arrived.")
+    int | None,
+    Header(ge=0, le=MAX_EVENT, alias="Last-Event-ID", description="The `id` of the last event that arrived."),
 ]
 
 
@@ -120,7 +123,9 @@ async def follow_job(
     state: State,
     owner: Owner,
     last_event_id: LastEventID = None,
-    after: Annotated[int | None, Query(ge=0, description="As Last-Event-ID, which goes before it.")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, le=MAX_EVENT, description="As Last-Event-ID, which goes before it.")
+    ] = None,
 ) -> Response:
     """A job's server-sent events, from the first or from where you were: `progress`, `delta`, `result`, `error`.
 
@@ -147,22 +152,22 @@ async def _receive(request: Request, state: ServerState, cleanup: AsyncExitStack
         body = JobRequest.parse(await read_json_object(request))
         if len(body.file_ids) > settings.max_files:
             raise RequestError("invalid_request", f"at most {settings.max_files} files are taken", param="file_ids")
-        return JobOrder(_task_fields(body.task, body.options), body.webhook_url, tuple(body.file_ids))
+        return JobOrder(await _task_fields(body.task, body.options), body.webhook_url, tuple(body.file_ids))
     form = await receive_form(request, max_files=settings.max_files, parent=settings.upload_dir)
     cleanup.callback(form.discard)
     own = {name: value for name, value in form.options.items() if name in JobForm.model_fields}
     head = JobForm.parse({name: value for name, value in own.items() if value.strip()})
     options = {name: value for name, value in form.options.items() if name not in own and value.strip()}
-    return JobOrder(_task_fields(head.task, options), head.webhook_url, uploads=form.uploads)
+    return JobOrder(await _task_fields(head.task, options), head.webhook_url, uploads=form.uploads)
 
 
-def _task_fields(task: TaskName, options: dict[str, Any]) -> TaskFields:
+async def _task_fields(task: TaskName, options: dict[str, Any]) -> TaskFields:
     fields = SCHEMAS[task].form.parse(options)
     if fields.stream:
         raise RequestError(
             "invalid_request", "A job is followed at /v1/jobs/{id}/events: leave stream out.", param="stream"
         )
-    fields.to_options()
+    await asyncio.to_thread(fields.to_options)
     return fields
 
 
