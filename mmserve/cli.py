@@ -16,12 +16,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from mmserve import __version__
 from mmserve.commands.settings import CommandOptions, find_settings, read_settings
-from mmserve.errors import MMServeError, RequestError, SetupError
+from mmserve.errors import ErrorCode, MMServeError, RequestError, SetupError
 
 ENVIRONMENT_PREFIX = "MMSERVE"
 ENGINE_THREAD = "engine"
 EXIT_SOME_FAILED, EXIT_USAGE, EXIT_MISSING = 1, 2, 3
 EXIT_CLOSED_PIPE = 128 + signal.SIGPIPE
+# What is wrong with the command line or the settings, a key for a server among them.
+_USAGE_CODES: frozenset[ErrorCode] = frozenset(("invalid_request", "invalid_schema", "unauthorized", "forbidden"))
 
 COMMANDS: Mapping[str, str] = {
     "summarize": "Summarise documents, with page citations.",
@@ -141,8 +143,7 @@ def _sentence(error: Exception) -> str:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, SetupError | ModuleNotFoundError):
         return EXIT_MISSING
-    is_usage = isinstance(error, RequestError) and error.code in ("invalid_request", "invalid_schema")
-    return EXIT_USAGE if is_usage else EXIT_SOME_FAILED
+    return EXIT_USAGE if isinstance(error, RequestError) and error.code in _USAGE_CODES else EXIT_SOME_FAILED
 
 
 def _leave_at_once(code: object) -> NoReturn:

@@ -142,6 +142,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether the same question has the same answer."""
+        return self.is_greedy or self.seed is not None
+
+    @property
     def needs_last_token(self) -> bool:
         """Whether a choice depends on the tokens chosen before it by more than their number."""
         has_penalties = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

@@ -24,9 +24,8 @@ from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import Done, OnEvent, Stage
 from mmserve.pipelines.prompts import Wording
 from mmserve.pipelines.question import Question
-from mmserve.pipelines.result import Citation, DocumentResult
+from mmserve.pipelines.result import Citation, DocumentResult, answer_warnings
 from mmserve.pipelines.sentences import clean_statement
-from mmserve.pipelines.summary import answer_warnings
 from mmserve.pipelines.task_options import TaskOptions
 
 NOT_FOUND = "The document does not answer this."

@@ -18,9 +18,9 @@ from mmserve.pipelines.checked_text import ReadText, StatementSink
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
 from mmserve.pipelines.document import DocumentReader, DocumentReading
 from mmserve.pipelines.engine_protocol import Prompt, Prompts, TextEngine
-from mmserve.pipelines.events import Event, OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded
+from mmserve.pipelines.events import OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded, tell_nobody
 from mmserve.pipelines.page_views import PageViews, sends_pictures
-from mmserve.pipelines.prompts import Content, Fence, Wording, takes_system_message
+from mmserve.pipelines.prompts import FENCE_SLACK_TOKENS, Content, Fence, Wording, takes_system_message
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.request import SamplingParams, StructuredOutput
 from mmserve.vision.pages import parse_page_selection
@@ -28,8 +28,6 @@ from mmserve.vision.pages import parse_page_selection
 T = TypeVar("T")
 
 _MIN_PART_TOKENS = 64
-# The word of a fence may take some tokens more in one request than in another.
-_SLACK_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class DocumentWork:
         """
         document = await reader.open(path, name=name)
         selection = parse_page_selection(options.pages or "1-", document.num_pages)
-        tell = on_event or _tell_nobody
+        tell = on_event or tell_nobody
         takes_pictures = sends_pictures(options.mode, prompts, document)
         reading = DocumentReading(document, selection, reader, tell, takes_pictures=takes_pictures)
         work = cls(
@@ -259,7 +257,7 @@ class DocumentWork:
         """Tokens that pages may take in one request. Raises `RequestError` if there is no room for any."""
         tokenizer, fence = self._engine.tokenizer, self._fence([])
         num_prompt_tokens = max(wording.num_tokens(tokenizer, fence) for wording in wordings)
-        budget = self._engine.max_model_len - self.max_tokens - num_prompt_tokens - _SLACK_TOKENS
+        budget = self._engine.max_model_len - self.max_tokens - num_prompt_tokens - FENCE_SLACK_TOKENS
         if budget >= _MIN_PART_TOKENS:
             return budget
         raise RequestError(
@@ -307,7 +305,3 @@ async def _end_all(tasks: Sequence[asyncio.Task[T]]) -> None:
 
 def _undrawn(error: DocumentError) -> str:
     return f"{error.message}. What text there is was read instead."
-
-
-def _tell_nobody(_event: Event) -> None:
-    return None

@@ -106,3 +106,7 @@ class Done:
 
 Event = DocumentOpened | PageRead | RequestSubmitted | RequestFinished | TextAdded | Done
 OnEvent = Callable[[Event], None]
+
+
+def tell_nobody(_event: Event) -> None:
+    return None

@@ -120,7 +120,9 @@ def _figure_weight(term: Term) -> float:
     """Amounts and percentages say more than years and days, and a date is no three figures."""
     if term.kind != "number" or term.key.startswith("month"):
         return 0.0
-    is_amount = "%" in term.key or "." in term.key or (term.key.isdigit() and int(term.key) > 2100)
+    is_amount = (
+        "%" in term.key or "." in term.key or (term.key.isdigit() and (len(term.key) > 4 or int(term.key) > 2100))
+    )
     return 1.5 if is_amount else 0.5
 
 

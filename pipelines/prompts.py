@@ -15,6 +15,9 @@ Content = str | list[ContentPart]
 Length = Literal["short", "medium", "long"]
 NUM_SENTENCES: Mapping[Length, str] = {"short": "three", "medium": "six", "long": "twelve"}
 
+# The word of a fence may take some tokens more in one request than in another.
+FENCE_SLACK_TOKENS = 32
+
 
 @dataclass(frozen=True)
 class Fence:

@@ -1,9 +1,11 @@
 """What the results of all tasks have in common: sentences with citations, and how the document was read."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmserve.pipelines.answers import Usage
+from mmserve.pipelines.answers import Answer, Usage
 from mmserve.pipelines.events import PageReport
 
 Origin = Literal["model", "document"]
@@ -63,5 +65,25 @@ class DocumentResult:
         return "\n".join([*lines, f"*{pages}, {done} by {self.model}.*", ""])
 
 
-def num_sentences(count: int) -> str:
+def answer_warnings(citations: Sequence[Citation], num_dropped: int, answer: Answer) -> list[str]:
+    """Sentences about what became of the model's answer."""
+    origins = Counter(citation.origin for citation in citations)
+    num_uncited = sum(not citation.pages for citation in citations)
+    warnings = []
+    if num_dropped:
+        warnings.append(f"Left out, because no page supports them: {_num_sentences(num_dropped)} of the model.")
+    if origins["document"]:
+        warnings.append(f"Taken from the document word for word: {_num_sentences(origins['document'])}.")
+    if num_uncited:
+        warnings.append(
+            f"Without a citation, because there is nothing to look up in them: {_num_sentences(num_uncited)}."
+        )
+    if answer.has_looped:
+        warnings.append("The model began to repeat itself, and its answer was ended there.")
+    elif answer.is_cut:
+        warnings.append("The model's answer reached max_tokens; its unfinished last sentence was left out.")
+    return warnings
+
+
+def _num_sentences(count: int) -> str:
     return "1 sentence" if count == 1 else f"{count} sentences"

@@ -1,9 +1,9 @@
 """The JSON Schema that says what to extract: checked, bounded, and asked about single places of what was extracted."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError
@@ -19,6 +19,10 @@ Path = tuple[str | int, ...]
 _MAX_DEPTH = 32
 _MAX_FIELDS, _MAX_FIELD_LENGTH = 100, 64
 _MAX_ERRORS = 5
+# Objects in a schema: each is checked against the schema of schemas, which takes its time.
+_MAX_OBJECTS = 1000
+# Schemas that refer to others are followed so often, in all, to check a value: their number may double at each level.
+_MAX_FOLLOWED = 20_000
 _MAX_FORM_DEPTH = 4
 # Longer than what is looked up word for word on a page.
 _MAX_STRING = 400
@@ -26,18 +30,18 @@ _HAVE_ENDS = frozenset({"maxLength", "enum", "const", "pattern", "format"})
 _DATA = frozenset({"enum", "const", "default", "examples"})
 _REFERENCES = ("$ref", "$dynamicRef")
 _BRANCHES = ("anyOf", "oneOf", "allOf")
-# Patterns hold by the way the answer is decoded; searching with a user's pattern could take for ever.
-_Validator = extend(Draft202012Validator, {"pattern": lambda *_: ()})  # type: ignore[no-untyped-call]
+_FOLLOWED = ("$ref", *_BRANCHES, "not", "if", "dependentSchemas")
 
 
 class Schema:
     """A JSON Schema (draft 2020-12) of an object, all of whose references lead to itself."""
 
-    def __init__(self, schema: Mapping[str, Json], *, param: str = "schema") -> None:
-        """Raises `RequestError` (`invalid_schema`) for what is no such schema, too long or too deep."""
+    def __init__(self, schema: Mapping[str, Json], *, param: str = "schema", is_checked: bool = False) -> None:
+        """Raises `RequestError` (`invalid_schema`) for what is no such schema, too large or too deep."""
         self.root = dict(schema)
         self._param = param
-        self._check()
+        if not is_checked:
+            self._check()
 
     @classmethod
     def of(cls, given: Mapping[str, Json] | str) -> "Schema":
@@ -82,11 +86,13 @@ class Schema:
 
     def errors(self, data: Json) -> list[str]:
         """What does not fit, the first few of it: where, and why."""
-        errors = _Validator(self.root, registry=Registry()).iter_errors(data)
+        errors = _bounded_validator()(self.root, registry=Registry()).iter_errors(data)
         try:
             first = list(islice(errors, _MAX_ERRORS))
         except RecursionError:
             raise _invalid("schema refers to itself without end", self._param) from None
+        except _TooManyFollowed:
+            raise _invalid("schema takes too long to check: its references branch too often", self._param) from None
         return [f"{pointer(tuple(error.absolute_path))}: {error.message}" for error in first]
 
     def for_part(self) -> "Schema":
@@ -97,7 +103,7 @@ class Schema:
         root = self.root
         if isinstance(reference := root.get("$ref"), str) and isinstance(target := self._resolved(reference), dict):
             root = {**target, **{key: value for key, value in root.items() if key != "$ref"}}
-        return Schema(self._relaxed(root), param=self._param)
+        return Schema(self._relaxed(root), param=self._param, is_checked=True)
 
     def _relaxed(self, schema: Mapping[str, Json]) -> dict[str, Json]:
         properties = schema.get("properties")
@@ -166,7 +172,8 @@ class Schema:
         return place
 
     def _check(self) -> None:
-        _check_depth(self.root, self._param)
+        _check_size(self.root, self._param)
+        self._check_text()
         try:
             Draft202012Validator.check_schema(self.root)
         except SchemaError as error:
@@ -174,11 +181,19 @@ class Schema:
             raise _invalid(f"schema is no JSON Schema: {place}: {error.message}", self._param) from None
         for schema in _subschemas(self.root):
             self._check_references(schema)
-        if len(self.text) > MAX_STRUCTURED_LENGTH:
-            raise _invalid(f"schema is {len(self.text)} characters long, over {MAX_STRUCTURED_LENGTH}", self._param)
         if not self.properties:
             raise _invalid('schema must be of an object: {"type": "object", "properties": {...}}', self._param)
         self.errors({})
+
+    def _check_text(self) -> None:
+        try:
+            json.dumps(self.root, allow_nan=False)
+            self.text.encode()
+        except ValueError:
+            sentence = "schema has NaN, an infinite number, or half a character: JSON has none of them"
+            raise _invalid(sentence, self._param) from None
+        if len(self.text) > MAX_STRUCTURED_LENGTH:
+            raise _invalid(f"schema is {len(self.text)} characters long, over {MAX_STRUCTURED_LENGTH}", self._param)
 
     def _check_references(self, schema: Mapping[str, Json]) -> None:
         for key in _REFERENCES:
@@ -235,11 +250,34 @@ def _allows_null(schema: Mapping[str, Json]) -> bool:
     return types == "null" or (isinstance(types, list) and "null" in types)
 
 
-def _check_depth(root: Json, param: str) -> None:
+class _TooManyFollowed(Exception):
+    pass
+
+
+def _bounded_validator() -> Callable[..., Any]:
+    """For one value. Patterns hold by the way the answer is decoded; searching with one could take for ever."""
+    num_followed = count(1)
+
+    def bounded(check: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+        def follow(*arguments: Any) -> Iterator[Any]:
+            if next(num_followed) > _MAX_FOLLOWED:
+                raise _TooManyFollowed
+            yield from check(*arguments) or ()
+
+        return follow
+
+    checks = {keyword: bounded(Draft202012Validator.VALIDATORS[keyword]) for keyword in _FOLLOWED}
+    return extend(Draft202012Validator, {**checks, "pattern": lambda *_: ()})  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _check_size(root: Json, param: str) -> None:
     """Without recursion, which too deep a schema would end."""
-    waiting = [(root, 0)]
+    waiting, num_objects = [(root, 0)], 0
     while waiting:
         value, depth = waiting.pop()
+        num_objects += isinstance(value, dict)
+        if num_objects > _MAX_OBJECTS:
+            raise _invalid(f"schema has over {_MAX_OBJECTS} objects in it", param)
         if depth > _MAX_DEPTH:
             raise _invalid(f"schema is nested deeper than {_MAX_DEPTH} levels", param)
         children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -25,7 +25,8 @@ from mmserve.pipelines.document_work import DocumentWork, PartRequest, together
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import Done, OnEvent, Stage
 from mmserve.pipelines.prompts import Length, SummaryPrompt
-from mmserve.pipelines.summary import Summary, answer_warnings
+from mmserve.pipelines.result import answer_warnings
+from mmserve.pipelines.summary import Summary
 from mmserve.pipelines.task_options import TaskOptions
 
 _MAX_TOKENS: dict[Length, int] = {"short": 160, "medium": 320, "long": 768}

@@ -1,12 +1,9 @@
 """What a summary is: its text with citations, where each page's text came from, and what was left out."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmserve.pipelines.answers import Answer
-from mmserve.pipelines.result import Citation, DocumentResult, num_sentences
+from mmserve.pipelines.result import Citation, DocumentResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +30,3 @@ class Summary(DocumentResult):
 
     def to_markdown(self) -> str:
         return self.as_markdown(self.text, "summarised")
-
-
-def answer_warnings(citations: Sequence[Citation], num_dropped: int, answer: Answer) -> list[str]:
-    """Sentences about what became of the model's answer."""
-    origins = Counter(citation.origin for citation in citations)
-    num_uncited = sum(not citation.pages for citation in citations)
-    warnings = []
-    if num_dropped:
-        warnings.append(f"Left out, because no page supports them: {num_sentences(num_dropped)} of the model.")
-    if origins["document"]:
-        warnings.append(f"Taken from the document word for word: {num_sentences(origins['document'])}.")
-    if num_uncited:
-        warnings.append(
-            f"Without a citation, because there is nothing to look up in them: {num_sentences(num_uncited)}."
-        )
-    if answer.has_looped:
-        warnings.append("The model began to repeat itself, and its answer was ended there.")
-    elif answer.is_cut:
-        warnings.append("The model's answer reached max_tokens; its unfinished last sentence was left out.")
-    return warnings

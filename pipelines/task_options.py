@@ -30,5 +30,10 @@ class TaskOptions:
             raise RequestError("invalid_request", "mode must be auto, vision or text", param="mode")
         self.sampling(1 if self.max_tokens is None else self.max_tokens)
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the same question has the same answer; else an earlier one would be no answer to who asks again."""
+        return self.sampling(1).is_repeatable
+
     def sampling(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=max_tokens, temperature=self.temperature, seed=self.seed)

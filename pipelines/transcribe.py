@@ -18,9 +18,9 @@ from mmserve.pipelines.answers import Answer, Usage, answer_text
 from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.document import DocumentReader, DocumentReading, reading_notes
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
-from mmserve.pipelines.events import Done, Event, OnEvent, RequestFinished, RequestSubmitted, TextAdded
+from mmserve.pipelines.events import Done, OnEvent, RequestFinished, RequestSubmitted, TextAdded, tell_nobody
 from mmserve.pipelines.page_views import PageViews, sends_pictures
-from mmserve.pipelines.prompts import Fence, Wording, takes_system_message
+from mmserve.pipelines.prompts import FENCE_SLACK_TOKENS, Fence, Wording, takes_system_message
 from mmserve.pipelines.repetition import LoopDetector
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.transcript import TranscribedPage, Transcript
@@ -29,8 +29,6 @@ from mmserve.vision.pages import parse_page_selection
 
 _MAX_PAGE_TOKENS = 2048
 _MIN_PICTURE_TOKENS = 64
-# The word of a fence may take some tokens more in one request than in another.
-_SLACK_TOKENS = 32
 # Rows of a table are alike more often than sentences are.
 _MAX_PERIOD, _MIN_ROUNDS, _MIN_LOOP_TOKENS = 128, 5, 96
 
@@ -70,14 +68,10 @@ async def transcribe(
     document = await reader.open(path, name=name)
     selection = parse_page_selection(options.pages or "1-", document.num_pages)
     takes_pictures = sends_pictures(options.mode, prompts, document)
-    tell = on_event or _tell_nobody
+    tell = on_event or tell_nobody
     reading = DocumentReading(document, selection, reader, tell, takes_pictures=takes_pictures)
     seer = _PageSeer(reading, engine, prompts, options, tell) if takes_pictures else None
     return await _Transcriber(reading, engine, options, seer, tell).run()
-
-
-def _tell_nobody(_event: Event) -> None:
-    return None
 
 
 class _PageSeer:
@@ -105,7 +99,7 @@ class _PageSeer:
     def _budget(self) -> int:
         """Tokens that a picture may take. Raises `RequestError` if there is no room for any."""
         num_prompt_tokens = _WORDING.num_tokens(self._engine.tokenizer, self._fence)
-        budget = self._engine.max_model_len - self._max_tokens - num_prompt_tokens - _SLACK_TOKENS
+        budget = self._engine.max_model_len - self._max_tokens - num_prompt_tokens - FENCE_SLACK_TOKENS
         if budget >= _MIN_PICTURE_TOKENS:
             return budget
         raise RequestError(

@@ -214,7 +214,16 @@ def _with_pdf(data: bytes, edit: Callable[[pikepdf.Pdf], None]) -> bytes:
             edit(pdf)
             target = io.BytesIO()
             pdf.save(target, static_id=True, fix_metadata_version=False)
-    except (pikepdf.PdfError, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError):
+    except (
+        pikepdf.PdfError,
+        pikepdf.PasswordError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        RuntimeError,
+    ):
         return data
     return target.getvalue()
 

@@ -158,9 +158,7 @@ def _server(*arguments: str) -> Iterator[tuple[Targets, int]]:
     # Not a script: each worker process would import it again.
     command = [sys.executable, "-c", "import sys, fuzz_server; fuzz_server.main(*sys.argv[1:])", *arguments]
     paths = [str(_TESTS), str(_TESTS / "server"), os.environ.get("PYTHONPATH", "")]
-    # torch keeps what it compiled for the last 1,024 shapes, and pictures of random sizes always bring new ones.
-    settings = {"PYTHONPATH": os.pathsep.join(paths), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-    environment = os.environ | settings
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     ) as process:

@@ -55,6 +55,12 @@ def test_the_linked_folders_are_folders_in_the_wheel(wheel: zipfile.ZipFile, fol
     assert [name for name in wheel.namelist() if name.startswith(f"mmserve/{folder}/") and name.endswith(".py")]
 
 
+def test_the_wheel_holds_the_page(wheel: zipfile.ZipFile) -> None:
+    page = {f"mmserve/server/static/{path.name}" for path in (ROOT / "mmserve/server/static").iterdir()}
+    assert "mmserve/server/static/index.html" in page
+    assert page <= set(wheel.namelist())
+
+
 def test_the_wheel_holds_no_links(wheel: zipfile.ZipFile) -> None:
     link_type, type_mask = 0o120000, 0o170000
     assert not [info.filename for info in wheel.infolist() if (info.external_attr >> 16) & type_mask == link_type]

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _BATCH_PAGES = 16
-_RANGE = re.compile(r"(\d*)(-?)(\d*)")
+_RANGE = re.compile(r"(\d{0,9})(-?)(\d{0,9})")
 
 
 class PageReader:

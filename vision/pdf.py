@@ -228,7 +228,7 @@ def _draw_annotations(page: Any) -> bool:
     count = min(pdfium.FPDFPage_GetAnnotCount(page), _MAX_ANNOTATIONS)
     if not any(_annotation_subtype(page, index) in _DRAWN_ANNOTATIONS for index in range(count)):
         return False
-    # Not by the helper, which refuses pages of documents without a form.
+    # Not by pypdfium2's own method, which refuses pages of documents without a form.
     return bool(pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS)
 
 

@@ -44,7 +44,7 @@ class PlannedImage:
     source: PictureSource
     limits: PixelLimits
     plan: ImagePlan
-    salt: bytes = b""
+    cache_salt: bytes = b""
 
 
 @dataclass
@@ -118,21 +118,21 @@ class PreprocessPool:
     def _on_device(self) -> bool:
         return self.pixels_on == "device"
 
-    async def plan(self, source: PictureSource, limits: PixelLimits, salt: bytes = b"") -> PlannedImage:
-        """What the picture becomes, by its size alone: no pixel is decoded. `salt` has 64 bytes at most.
+    async def plan(self, source: PictureSource, limits: PixelLimits, cache_salt: bytes = b"") -> PlannedImage:
+        """What the picture becomes, by its size alone: no pixel is decoded. `cache_salt` has 64 bytes at most.
 
         Raises `DocumentError` for a file that cannot be read, `RequestError` for a shape that no encoder takes.
         """
-        width, height = await self._size(source, salt)
-        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits), salt)
+        width, height = await self._size(source, cache_salt)
+        return PlannedImage(source, limits, plan_image(self.processor, width, height, limits), cache_salt)
 
-    async def _size(self, source: PictureSource, salt: bytes) -> tuple[int, int]:
+    async def _size(self, source: PictureSource, cache_salt: bytes) -> tuple[int, int]:
         if isinstance(source, DecodedPicture):
             return await self._threads.read(source)
-        size = self._sizes.get((source.digest, salt))
+        size = self._sizes.get((source.digest, cache_salt))
         if size is None:
             size = await self._call(source, "measure", source)
-            self._sizes[source.digest, salt] = size
+            self._sizes[source.digest, cache_salt] = size
             while len(self._sizes) > _MAX_KNOWN_SIZES:
                 self._sizes.popitem(last=False)
         return size
@@ -163,7 +163,7 @@ class PreprocessPool:
     def digest(self, image: PlannedImage) -> bytes:
         """Identity of a picture's patches: of its source, of all that decides its pixels, and of who may share them."""
         parts = (image.source.digest, self._settings_digest, image.plan.digest)
-        return hashlib.blake2b(b"".join(parts), digest_size=16, key=image.salt).digest()
+        return hashlib.blake2b(b"".join(parts), digest_size=16, key=image.cache_salt).digest()
 
     def close(self) -> None:
         """End the processes and give all shared memory back; what is under way ends with `shutting_down`."""

@@ -2,12 +2,16 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MIB = 1024**2
+# Of oneDNN, and of torch's layer above it, which keeps primitives of its own.
+_PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_MAX_PRIMITIVES = 256
 
 
 def heap_bytes() -> int | None:
@@ -39,6 +43,15 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)
         mallopt(_M_TRIM_THRESHOLD, 64 * _MIB)
         mallopt(_M_TOP_PAD, 64 * _MIB)
+
+
+def bound_primitive_caches() -> None:
+    """Keep what is compiled for 256 shapes, not 1,024 in two caches: products in bfloat16 hold up to 1 MB for each.
+
+    Both are read at the first product of the process. Who has set the variables is not overruled.
+    """
+    for name in _PRIMITIVE_CACHES:
+        os.environ.setdefault(name, str(_MAX_PRIMITIVES))
 
 
 def give_back_memory() -> None:

@@ -25,7 +25,7 @@ from mmserve.commands.outputs import (
     failure_report,
 )
 from mmserve.commands.progress import BAR_TITLE, Display, show_log
-from mmserve.commands.remote import RemoteServer, ServerOptions
+from mmserve.commands.remote import RemoteOptions, RemoteServer
 from mmserve.errors import RequestError
 from mmserve.pipelines.batch import BatchOptions, BatchTotals, Source, file_digest, run_batch
 from mmserve.weights import hub
@@ -46,7 +46,7 @@ _IN, _OUT, _RUN = "Which documents", "Results", "Running"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchCommandOptions(ServerOptions):
+class BatchCommandOptions(RemoteOptions):
     """Which files, where results go, and what happens on the way."""
 
     recursive: Annotated[bool, _option(_IN, "--recursive", "-r", help="Go into subfolders.")] = False
@@ -201,22 +201,15 @@ def _print_plan(finder: DocumentFinder, folder: OutputFolder | None) -> None:
             typer.echo(f"{source.label} -> {folder.path(source)}")
 
 
-def _is_done(folder: OutputFolder, source: Source) -> bool:
-    digest = _digest(source)
-    return digest is not None and folder.is_done(source, digest)
-
-
-def _was_done(sink: DocumentSink, source: Source) -> bool:
-    digest = _digest(source)
-    return digest is not None and sink.is_done(source, digest)
-
-
-def _digest(source: Source) -> str | None:
-    """None for what cannot be read. A source with a problem may be a pipe, which would be waited for."""
-    if source.problem is None:
-        with contextlib.suppress(OSError):
-            return file_digest(source.path)
-    return None
+def _is_done(results: OutputFolder | DocumentSink, source: Source) -> bool:
+    """Not for what cannot be read. A source with a problem may be a pipe, which would be waited for."""
+    if source.problem is not None:
+        return False
+    try:
+        digest = file_digest(source.path)
+    except OSError:
+        return False
+    return results.is_done(source, digest)
 
 
 class _Run:
@@ -260,7 +253,7 @@ class _Run:
         """The sources from the first that an earlier run has not done: often there is none, and no model is needed."""
         remaining = iter(sources)
         for source in remaining:
-            if self._folder is None or not _was_done(sink, source):
+            if self._folder is None or not _is_done(sink, source):
                 return itertools.chain([source], remaining)
             self._totals.num_skipped += 1
         return iter(())

@@ -26,13 +26,13 @@ _DOCUMENT_CODES = frozenset(
     {"unsupported_type", "corrupt_document", "empty_document", "password_required", "page_too_large", "too_many_pages"}
     | {"body_too_large"}
 )
-_CODES_OF_STATUS = {401: "invalid_request", 403: "invalid_request", 429: "queue_full", 503: "engine_not_ready"}
+_CODES_OF_STATUS = {401: "unauthorized", 403: "forbidden", 429: "queue_full", 503: "engine_not_ready"}
 
 Progress = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class RemoteOptions:
     """Where the work is done, if not in this process."""
 
     server: Annotated[
@@ -92,7 +92,7 @@ class RemoteServer:
 
     @classmethod
     @asynccontextmanager
-    async def connected(cls, options: ServerOptions, *, num_connections: int) -> "AsyncIterator[RemoteServer]":
+    async def connected(cls, options: RemoteOptions, *, num_connections: int) -> "AsyncIterator[RemoteServer]":
         """Raises `SetupError` where nobody answers, `RequestError` where the key is not taken."""
         assert options.server is not None
         url = options.server.rstrip("/")

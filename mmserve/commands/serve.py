@@ -46,7 +46,11 @@ class ServerOptions:
     max_upload_size: Annotated[str, _option(metavar="SIZE", help="Largest upload, all its files together.")] = "256MiB"
     max_files: Annotated[int, _option(min=1, help="Files in one upload.")] = 64
     max_concurrent_documents: Annotated[
-        int, _option(min=1, help="Documents worked on at once; keys that want more than that get equal shares.")
+        int,
+        _option(
+            min=1,
+            help="Documents of requests worked on at once, and as many of jobs; keys that want more get equal shares.",
+        ),
     ] = 4
     upload_dir: Annotated[
         Path | None, _option(help="Folder for uploads while they are worked on.", show_default="the system's")
@@ -55,13 +59,15 @@ class ServerOptions:
         int, _option(min=1, help="Pictures and pages in one chat request; a PDF counts with all of its pages.")
     ] = 64
     max_media_size: Annotated[
-        str, _option(metavar="SIZE", help="Largest pictures and documents of one chat request, all together.")
+        str,
+        _option(metavar="SIZE", help="Most bytes of pictures and documents in a request of JSON, or at a URL."),
     ] = "32MiB"
     allowed_media_hosts: Annotated[
         list[str] | None,
         _option(
             metavar="HOST",
-            help="Host from which chat requests may name pictures by URL: host, host:port, *.domain or *; repeatable.",
+            help="Host from which requests may name pictures and documents by URL: host, host:port, *.domain or *;"
+            " repeatable.",
             show_default="none",
         ),
     ] = None
@@ -119,7 +125,8 @@ def serve(
     vision: VisionOptions = VisionOptions(),  # noqa: B008
     engine: EngineOptions = SERVE_ENGINE,
 ) -> None:
-    """Answer over HTTP: documents at /v1/summarize, and OpenAI's chat and completions.
+    """Answer over HTTP: the page at /, documents at /v1/summarize, /v1/ask, /v1/extract and /v1/transcribe, stored
+    files and jobs, and OpenAI's chat and completions.
 
     It listens at once; /ready answers 200 when the model is loaded. SIGTERM or Ctrl-C lets running requests finish;
     jobs go on at the next start.

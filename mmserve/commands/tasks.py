@@ -63,9 +63,7 @@ def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
 
         async def work(source: Source) -> "TaskResult":
             def on_event(event: Event) -> None:
-                step = describe(event, doing)
-                if step is not None:
-                    tell(f"{source.path.name[:MAX_NAME_SHOWN]}: {step}")
+                _show(tell, source, describe(event.kind, event.to_dict(), doing))
 
             return await TASKS[name].run(
                 source.path,
@@ -84,9 +82,7 @@ def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
 
         async def work(source: Source) -> RemoteResult:
             def on_progress(kind: str, data: dict[str, Any]) -> None:
-                step = describe_remote(kind, data, doing)
-                if step is not None:
-                    tell(f"{source.path.name[:MAX_NAME_SHOWN]}: {step}")
+                _show(tell, source, describe(kind, data, doing))
 
             return await server.run(name, source, fields, on_progress)
 
@@ -95,14 +91,13 @@ def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
     return Task(name, repr(options), start, start_remote)
 
 
-def describe(event: Event, doing: str) -> str | None:
-    if isinstance(event, PageRead):
-        return f"page {event.num_read} of {event.num_pages}"
-    return doing if isinstance(event, RequestSubmitted) else None
+def _show(tell: Callable[[str], None], source: Source, step: str | None) -> None:
+    if step is not None:
+        tell(f"{source.path.name[:MAX_NAME_SHOWN]}: {step}")
 
 
-def describe_remote(kind: str, data: Mapping[str, Any], doing: str) -> str | None:
-    """The same of an event that a server sent."""
+def describe(kind: str, data: Mapping[str, Any], doing: str) -> str | None:
+    """An event by its kind and data, whether it was told here or by a server."""
     if kind == PageRead.kind:
         return f"page {data.get('num_read')} of {data.get('num_pages')}"
     return doing if kind == RequestSubmitted.kind else None

@@ -27,7 +27,7 @@ from mmserve.quantization.scheme import has_fp8_products
 from mmserve.request import SampledToken, SamplingParams, Sequence
 from mmserve.vision.pixel_loader import PixelLoader
 from mmserve.vision.preprocess import load_processor
-from mmserve.vision.process_memory import is_out_of_memory, keep_freed_memory
+from mmserve.vision.process_memory import bound_primitive_caches, is_out_of_memory, keep_freed_memory
 from mmserve.weights.checkpoint import Checkpoint
 from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
@@ -62,6 +62,7 @@ class ModelRunner:
         self.device = choose_device(config.device)
         if self.device.type == "cpu":
             keep_freed_memory()
+            bound_primitive_caches()
             if config.num_threads:
                 torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)

@@ -64,7 +64,7 @@ class RememberingEngine:
     ) -> AsyncGenerator[TextDelta, None]:
         asked = self._engine.generate(prompt_token_ids, params, request_id=request_id, images=images)
         async with aclosing(asked):
-            if not (params.is_greedy or params.seed is not None):
+            if not params.is_repeatable:
                 async for delta in asked:
                     yield delta
                 return

@@ -49,7 +49,7 @@ class Database:
 
     async def migrate(self) -> None:
         """Brings the tables up to date. Two servers may do so at once."""
-        await self._in_thread(self._create_folder)
+        await self._in_thread(self._create_file)
         await self.write(_migrate)
 
     async def close(self) -> None:
@@ -73,11 +73,13 @@ class Database:
             _log.warning("the database failed: %s", error.orig)
             raise known from error
 
-    def _create_folder(self) -> None:
+    def _create_file(self) -> None:
+        """SQLite's own would be readable by all; what it puts beside it has the modes of this one."""
         path = self._engine.url.database
         if self.is_sqlite and path and path != ":memory:":
             with storing("The database"):
                 Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                Path(path).touch(mode=0o600)
 
 
 def newest(

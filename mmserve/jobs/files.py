@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select
 
-from mmserve.errors import StorageError
+from mmserve.errors import DocumentError, RequestError, StorageError
 from mmserve.jobs.database import Database, newest
 from mmserve.jobs.ids import new_id, not_found, require_cursor, require_id
 from mmserve.jobs.records import UNFINISHED, StoredFile
@@ -25,6 +25,8 @@ from mmserve.jobs.tables import files, job_files, jobs, page_texts, results
 _log = logging.getLogger(__name__)
 # A folder without a row is one that is being filled, or was left by a server that ended too early.
 _ORPHAN_SECONDS = 600.0
+# Pictures of one page.
+_MAX_WIDTHS = 8
 
 
 class FileStore:
@@ -106,7 +108,10 @@ class FileStore:
     async def page_picture(
         self, file: StoredFile, number: int, width: int, draw: Callable[[], Awaitable[bytes]]
     ) -> bytes:
-        """The picture of a page at `width` pixels, drawn once and then kept with the file, if there is room."""
+        """The picture of a page at `width` pixels, drawn once and then kept with the file, if there is room.
+
+        A few widths of a page are kept: whoever asks for every one shall not fill the disk.
+        """
         path = file.folder / "pages" / f"{int(number)}-{int(width)}.png"
         with contextlib.suppress(FileNotFoundError):
             return await asyncio.to_thread(path.read_bytes)
@@ -153,6 +158,17 @@ class FileStore:
         return StoredFile(**row._mapping, folder=self._folder(row.owner, row.id))
 
 
+@contextlib.contextmanager
+def while_kept(path: Path) -> Iterator[None]:
+    """What goes wrong with a file because it was deleted meanwhile is that it is not there (`not_found`)."""
+    try:
+        yield
+    except (DocumentError, RequestError, OSError):
+        if path.exists():
+            raise
+        raise not_found("file") from None
+
+
 def _fill(folder: Path, source: Path) -> int:
     """Number of bytes. The folder appears under its name when it has them all."""
     unfinished = folder.with_name(f".{folder.name}")
@@ -181,6 +197,9 @@ def _keep(path: Path, content: bytes) -> None:
     with storing("The picture"):
         # The folder above belongs to the file: it must not come back after it was removed.
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        page, _, _ = path.name.partition("-")
+        if len(list(path.parent.glob(f"{page}-*"))) >= _MAX_WIDTHS:
+            return
         try:
             with open(unfinished, "xb", opener=_private) as writing:
                 writing.write(content)

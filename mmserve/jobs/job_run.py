@@ -11,15 +11,14 @@ from mmserve.jobs.answer_memory import RememberingEngine
 from mmserve.jobs.bells import Bells
 from mmserve.jobs.counters import JobCounters
 from mmserve.jobs.database import Database
-from mmserve.jobs.files import FileStore
+from mmserve.jobs.files import FileStore, while_kept
 from mmserve.jobs.page_memory import RememberingReader
 from mmserve.jobs.queue import ClaimLost, JobQueue
-from mmserve.jobs.records import Job, StoredFile
-from mmserve.jobs.results import ResultCache, ResultKey, is_repeatable
+from mmserve.jobs.records import UNFINISHED, Job, StoredFile
+from mmserve.jobs.results import ResultCache, ResultKey, tell_text
 from mmserve.jobs.telling import FileTeller, Teller
 from mmserve.jobs.webhooks import WebhookOutbox
 from mmserve.jobs.workplace import Workplace
-from mmserve.pipelines.events import TextAdded
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TASKS
 
@@ -62,7 +61,7 @@ class JobRun:
 
     async def run(self) -> None:
         await self._remember_what_was_told()
-        todo = iter([index for index, file in enumerate(self._job.files) if file.status in ("queued", "running")])
+        todo = iter([index for index, file in enumerate(self._job.files) if file.status in UNFINISHED])
         obstacle: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -96,7 +95,7 @@ class JobRun:
     async def _do(self, index: int) -> None:
         job, queue = self._job, self._bench.queue
         try:
-            options = TASKS[job.task].options(job.options)
+            options = await asyncio.to_thread(TASKS[job.task].options, job.options)
             key = ResultKey.of(job.files[index].sha256, job.task, options, self._bench.workplace.model)
             result = await self._result(index, key, options)
         except (ClaimLost, StorageError):
@@ -108,22 +107,23 @@ class JobRun:
             return
         self._file_tellers[index].finish()
         await self._flush()
-        await queue.finish_file(job, index, key if is_repeatable(options) else None, result)
+        await queue.finish_file(job, index, key if options.is_repeatable else None, result)
         self._bench.counters.documents[job.task, "done"] += 1
 
     async def _result(self, index: int, key: ResultKey, options: TaskOptions) -> dict[str, Any]:
         job, bench = self._job, self._bench
         name = job.files[index].filename
-        if is_repeatable(options) and not job.no_cache:
+        if options.is_repeatable and not job.no_cache:
             cached = await bench.results.get(job.owner, key, name=name)
             if cached is not None:
                 bench.counters.documents_cached[job.task] += 1
-                self._tell_text(index, cached)
+                tell_text(cached, self._file_tellers[index])
                 return cached
         file = await bench.files.get(job.owner, job.files[index].file_id)
         for seconds in (*_RETRY_SECONDS, None):
             try:
-                return {**await self._ask(index, file, options), "cached": False}
+                with while_kept(file.path):
+                    return {**await self._ask(index, file, options), "cached": False}
             except EngineError as error:
                 if seconds is None or error.code not in _HEALING:
                     raise
@@ -153,13 +153,6 @@ class JobRun:
             bench.counters.num_pages_remembered += reader.num_remembered
             bench.counters.num_answers_replayed += engine.num_replayed
         return result.to_dict()
-
-    def _tell_text(self, index: int, result: dict[str, Any]) -> None:
-        """Who follows a job whose result is known gets its text all at once."""
-        text = result.get("text")
-        if isinstance(text, str):
-            self._file_tellers[index].start_again()
-            self._file_tellers[index](TextAdded(text))
 
     async def _flush_now_and_then(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from mmserve.errors import RequestError
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Awaitable[list[IPAddress]]]
-DEFAULT_PORTS = {"http": 80, "https": 443}
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 # IPv6 prefixes that carry an IPv4 address which others route to: mapped, translated, 6to4, Teredo.
 _CARRIERS = tuple(
     map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
@@ -52,7 +52,7 @@ class AllowedHosts:
 
 def _matches(entry: str, host: str, port: int) -> bool:
     pattern, _, wanted_port = entry.lower().partition(":")
-    if port not in ([int(wanted_port)] if wanted_port.isdigit() else DEFAULT_PORTS.values()):
+    if port not in ([int(wanted_port)] if wanted_port.isdigit() else _DEFAULT_PORTS.values()):
         return False
     return pattern in ("*", host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))
 
@@ -67,7 +67,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = plain_host(request.url)
-        address = await self._address(host, request.url.port or DEFAULT_PORTS[request.url.scheme])
+        address = await self._address(host, port_of(request.url))
         pinned = httpx.Request(
             request.method,
             request.url.copy_with(host=str(address)),
@@ -90,8 +90,28 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         return addresses[0]
 
 
+def checked_url(url: str, *, param: str | None = None) -> httpx.URL:
+    """A URL to which a request may go if its host is allowed. Raises `RequestError` (`url_not_allowed`)."""
+    try:
+        target = httpx.URL(url)
+        host = plain_host(target)
+    except (httpx.InvalidURL, ValueError, TypeError):
+        raise RequestError("url_not_allowed", "the URL is malformed: write https://host/path", param=param) from None
+    if target.scheme not in _DEFAULT_PORTS or not host:
+        raise RequestError("url_not_allowed", "the URL must be an http or https one", param=param)
+    if target.userinfo:
+        raise RequestError("url_not_allowed", "the URL must be without a user name and password", param=param)
+    return target
+
+
 def plain_host(url: httpx.URL) -> str:
+    """Raises `ValueError` for a name that is none, which would be found out only when it is sent to."""
+    _ = url.host
     return url.raw_host.decode("ascii").lower().strip("[]").rstrip(".")
+
+
+def port_of(url: httpx.URL) -> int:
+    return url.port or _DEFAULT_PORTS[url.scheme]
 
 
 def parse_allowed_hosts(entries: Sequence[str], *, option: str = "allowed-media-hosts") -> AllowedHosts:

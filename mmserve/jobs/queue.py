@@ -14,7 +14,7 @@ from mmserve.errors import MMServeError
 from mmserve.jobs.database import Database
 from mmserve.jobs.event_log import NewEvent, append_events
 from mmserve.jobs.job_rows import full_job
-from mmserve.jobs.records import Job, JobStatus
+from mmserve.jobs.records import UNFINISHED, Job, JobStatus
 from mmserve.jobs.results import ResultCache, ResultKey, is_kept
 from mmserve.jobs.tables import answers, job_events, job_files, jobs
 from mmserve.jobs.webhooks import WebhookOutbox
@@ -145,8 +145,7 @@ class JobQueue:
 
     def cancel_within(self, connection: Connection, job_id: str) -> None:
         """Ends a job that is queued or running, whoever works on it."""
-        unfinished = and_(job_files.c.job_id == job_id, job_files.c.status.in_(("queued", "running")))
-        connection.execute(update(job_files).where(unfinished).values(status="cancelled"))
+        _end_files(connection, job_id, status="cancelled")
         self._end(connection, job_id, "cancelled", None)
 
     def _claim(self, connection: Connection, held: list[str]) -> Job | None:
@@ -172,8 +171,7 @@ class JobQueue:
         return None
 
     def _give_up(self, connection: Connection, job_id: str) -> None:
-        unfinished = and_(job_files.c.job_id == job_id, job_files.c.status.in_(("queued", "running")))
-        connection.execute(update(job_files).where(unfinished).values(status="failed", error=_GAVE_UP.to_dict()))
+        _end_files(connection, job_id, status="failed", error=_GAVE_UP.to_dict())
         self._end(connection, job_id, "failed", _GAVE_UP.to_dict())
 
     def _end(self, connection: Connection, job_id: str, status: JobStatus, error: dict[str, Any] | None) -> JobStatus:
@@ -218,6 +216,12 @@ def _next_free(now: float) -> Any:
     is_free = or_(jobs.c.status == "queued", and_(jobs.c.status == "running", jobs.c.lease_until <= now))
     query = select(jobs.c.id, jobs.c.num_starts).where(is_free).order_by(num_running, jobs.c.id).limit(1)
     return query.with_for_update(skip_locked=True)
+
+
+def _end_files(connection: Connection, job_id: str, **values: Any) -> None:
+    """Those that have not ended yet."""
+    unfinished = and_(job_files.c.job_id == job_id, job_files.c.status.in_(UNFINISHED))
+    connection.execute(update(job_files).where(unfinished).values(**values))
 
 
 def _update_file(connection: Connection, job_id: str, index: int, **values: Any) -> None:

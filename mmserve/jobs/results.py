@@ -10,6 +10,7 @@ from mmserve.jobs.database import Database
 from mmserve.jobs.digests import digest_of
 from mmserve.jobs.tables import files, results
 from mmserve.jobs.upserts import put_row
+from mmserve.pipelines.events import OnEvent, TextAdded
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TaskName
 
@@ -47,9 +48,17 @@ class ResultCache:
         result = await self._database.read(find)
         return None if result is None else {**result, "name": name, "cached": True}
 
-    async def put(self, owner: str, key: ResultKey, result: dict[str, Any]) -> None:
-        """Keeps a result, unless a page of it could not be read: that may go better the next time."""
-        await self._database.write(lambda connection: self.put_within(connection, owner, key, result))
+    async def put(self, owner: str, key: ResultKey, result: dict[str, Any], *, is_of_file: bool = False) -> None:
+        """Keeps a result, unless a page of it could not be read: that may go better the next time.
+
+        One of a stored file only while the owner has it.
+        """
+
+        def keep(connection: Connection) -> None:
+            if not is_of_file or is_kept(connection, owner, key.sha256):
+                self.put_within(connection, owner, key, result)
+
+        await self._database.write(keep)
 
     def put_within(self, connection: Connection, owner: str, key: ResultKey, result: dict[str, Any]) -> None:
         if any(page.get("problem") for page in result.get("pages", ())):
@@ -64,9 +73,11 @@ class ResultCache:
         put_row(connection, results, row)
 
 
-def is_repeatable(options: TaskOptions) -> bool:
-    """Whether the same question has the same answer; else a cached one would be no answer to who asks again."""
-    return options.temperature == 0.0 or options.seed is not None
+def tell_text(result: dict[str, Any], tell: OnEvent) -> None:
+    """Who follows the text of a result that is known gets it all at once."""
+    text = result.get("text")
+    if isinstance(text, str):
+        tell(TextAdded(text))
 
 
 def is_kept(connection: Connection, owner: str, sha256: str) -> bool:

@@ -24,8 +24,6 @@ from mmserve.jobs.tables import page_texts, results
 from mmserve.jobs.webhooks import WebhookOutbox
 from mmserve.jobs.workplace import Workplace
 
-__all__ = ["JobService", "Workplace"]
-
 _SWEEP_SECONDS = 3600.0
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mmserve.errors import RequestError
 from mmserve.jobs.webhooks import WebhookOptions
 
-DAY = 24 * 3600.0
+_DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class JobSettings:
 
     data_dir: Path
     database_url: str | None = None
-    retention_seconds: float = 7 * DAY
+    retention_seconds: float = 7 * _DAY
     max_queued_jobs: int = 1000
     max_concurrent_documents: int = 4
     webhook_hosts: tuple[str, ...] = ()

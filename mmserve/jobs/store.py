@@ -1,10 +1,11 @@
 """Jobs in the database: made, looked up, cancelled, removed, followed."""
 
+import asyncio
 import builtins
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
@@ -17,21 +18,14 @@ from mmserve.jobs.event_log import events_after
 from mmserve.jobs.ids import new_id, not_found, require_cursor, require_id
 from mmserve.jobs.job_rows import find_job, jobs_without_results
 from mmserve.jobs.queue import JobQueue
-from mmserve.jobs.records import Job, JobEvent, JobStatus
+from mmserve.jobs.records import UNFINISHED, Job, JobEvent, JobStatus
+from mmserve.jobs.runner import JobRunner
 from mmserve.jobs.tables import files, job_files, jobs
 from mmserve.jobs.webhooks import WebhookOutbox
 from mmserve.pipelines.tasks import TASKS, TaskName
 
 # A job may be worked on by another server, which rings no bell here.
 _POLL_SECONDS = 2.0
-
-
-class Workers(Protocol):
-    """Those who work off the queue in this process."""
-
-    def wake(self) -> None: ...
-
-    async def stop_job(self, job_id: str) -> None: ...
 
 
 class JobStore:
@@ -43,7 +37,7 @@ class JobStore:
         queue: JobQueue,
         outbox: WebhookOutbox,
         bells: Bells,
-        workers: Workers,
+        runner: JobRunner,
         counters: JobCounters,
         *,
         max_queued_jobs: int,
@@ -53,7 +47,7 @@ class JobStore:
         self._queue = queue
         self._outbox = outbox
         self._bells = bells
-        self._workers = workers
+        self._runner = runner
         self._counters = counters
         self._max_queued_jobs = max_queued_jobs
         self._retention_seconds = retention_seconds
@@ -75,7 +69,7 @@ class JobStore:
         Raises `RequestError`: `invalid_request` for options that do not fit, `not_found` for a file, `url_not_allowed`,
         `idempotency_conflict` for a key that was used with another digest; `EngineError` (`queue_full`).
         """
-        _check(task, file_ids, options)
+        await asyncio.to_thread(_check, task, file_ids, options)
         if webhook_url is not None:
             self._outbox.check(webhook_url)
         now = self._database.now()
@@ -102,7 +96,7 @@ class JobStore:
             # Another server was asked with the same key at the same time.
             job, is_new = await self._database.write(lambda connection: self._create(connection, row, file_ids))
         if is_new:
-            self._workers.wake()
+            self._runner.wake()
         return job, is_new
 
     async def get(self, owner: str, job_id: str) -> Job:
@@ -136,7 +130,7 @@ class JobStore:
         def end(connection: Connection) -> tuple[Job, bool]:
             is_job = (jobs.c.owner == owner) & (jobs.c.id == job_id)
             status = connection.execute(select(jobs.c.status).where(is_job).with_for_update()).scalar_one_or_none()
-            is_unfinished = status in ("queued", "running")
+            is_unfinished = status in UNFINISHED
             if is_unfinished:
                 self._queue.cancel_within(connection, job_id)
             job = find_job(connection, owner, job_id)
@@ -148,7 +142,7 @@ class JobStore:
         self._counters.jobs[job.task, "cancelled"] += was_unfinished
         self._bells.ring(job_id)
         self._outbox.wake()
-        await self._workers.stop_job(job_id)
+        await self._runner.stop_job(job_id)
         return job
 
     async def remove(self, owner: str, job_id: str) -> None:
@@ -160,7 +154,7 @@ class JobStore:
 
         def forget(connection: Connection) -> None:
             is_job = (jobs.c.owner == owner) & (jobs.c.id == job_id)
-            has_ended = jobs.c.status.not_in(("queued", "running"))
+            has_ended = jobs.c.status.not_in(UNFINISHED)
             if connection.execute(delete(jobs).where(is_job, has_ended)).rowcount:
                 return
             if connection.execute(select(jobs.c.id).where(is_job)).first() is None:
@@ -189,7 +183,7 @@ class JobStore:
 
     async def sweep(self) -> None:
         """Removes jobs whose time has come."""
-        has_expired = (jobs.c.expires_at <= self._database.now()) & jobs.c.status.not_in(("queued", "running"))
+        has_expired = (jobs.c.expires_at <= self._database.now()) & jobs.c.status.not_in(UNFINISHED)
         await self._database.write(lambda connection: connection.execute(delete(jobs).where(has_expired)))
 
     def _create(self, connection: Connection, row: dict[str, Any], file_ids: Sequence[str]) -> tuple[Job, bool]:
@@ -233,7 +227,7 @@ class JobStore:
 def _news(connection: Connection, job_id: str, after: int) -> tuple[bool, list[JobEvent]]:
     """Whether the job had ended or was removed, and events after that number: asked later, so that none is missed."""
     status = connection.execute(select(jobs.c.status).where(jobs.c.id == job_id)).scalar_one_or_none()
-    return status not in ("queued", "running"), events_after(connection, job_id, after)
+    return status not in UNFINISHED, events_after(connection, job_id, after)
 
 
 def _check(task: TaskName, file_ids: Sequence[str], options: Mapping[str, Any]) -> None:

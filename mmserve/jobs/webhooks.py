@@ -22,13 +22,14 @@ from mmserve.jobs.bells import heard
 from mmserve.jobs.database import Database
 from mmserve.jobs.ids import new_id
 from mmserve.jobs.outbound import (
-    DEFAULT_PORTS,
     AllowedHosts,
     PinnedTransport,
     Resolver,
+    checked_url,
     is_public,
     parse_allowed_hosts,
     plain_host,
+    port_of,
     resolve,
 )
 from mmserve.jobs.records import Job
@@ -78,14 +79,9 @@ class WebhookOutbox:
         """Raises `RequestError` (`url_not_allowed`) for where nothing is sent."""
         if not self._options.hosts:
             raise _refused("this server sends no webhooks (its operator can allow hosts with --webhook-hosts)")
-        try:
-            target = httpx.URL(url)
-            host = plain_host(target)
-        except (httpx.InvalidURL, ValueError, TypeError):
-            raise _refused("the webhook's URL is malformed: write https://host/path") from None
-        if target.scheme not in DEFAULT_PORTS or not host or target.userinfo:
-            raise _refused("a webhook's URL must be http or https, without a user name or password")
-        if (host, _port(target)) not in self._options.allowed:
+        target = checked_url(url, param="webhook_url")
+        host = plain_host(target)
+        if (host, port_of(target)) not in self._options.allowed:
             raise _refused(f"this server sends no webhooks to {host} (its operator can allow it with --webhook-hosts)")
 
     def put_within(self, connection: Connection, job: Job) -> None:
@@ -159,6 +155,10 @@ class WebhookOutbox:
             return error.code
         except (TimeoutError, httpx.HTTPError, OSError) as error:
             return type(error).__name__
+        except Exception as error:
+            # One that cannot be sent, whatever its fault, must not hold up the others.
+            _log.exception("webhook %s met a fault", row.id)
+            return type(error).__name__
         return None if 200 <= status < 300 else _status(status)
 
     async def _post(self, row: Row[Any]) -> int:
@@ -180,7 +180,7 @@ class WebhookOutbox:
 
     def _transport(self, url: str) -> PinnedTransport:
         target = httpx.URL(url)
-        is_named = self._options.allowed.names(plain_host(target), _port(target))
+        is_named = self._options.allowed.names(plain_host(target), port_of(target))
         return PinnedTransport(self._options.resolve, (lambda _address: True) if is_named else is_public)
 
     async def _seconds_to_next(self) -> float:
@@ -195,10 +195,6 @@ def _is(query: Any, row: Row[Any]) -> Any:
 
 def _status(status: int) -> str:
     return f"status {status}"
-
-
-def _port(url: httpx.URL) -> int:
-    return url.port or DEFAULT_PORTS[url.scheme]
 
 
 def _refused(sentence: str) -> RequestError:

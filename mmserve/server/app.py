@@ -17,7 +17,7 @@ from mmserve.server.browsers import BrowserGuard, SecurityHeaders
 from mmserve.server.docs_page import DOCS_PATHS
 from mmserve.server.docs_page import router as docs_router
 from mmserve.server.errors import install_error_handlers
-from mmserve.server.limits import BodyLimit
+from mmserve.server.limits import BodyLimit, RefuseWhenFull
 from mmserve.server.observation import Observation
 from mmserve.server.openapi import install_openapi
 from mmserve.server.rate_limit import RateLimit
@@ -31,7 +31,9 @@ from mmserve.server.tracing import NoTracing, open_tracing
 if TYPE_CHECKING:
     from mmserve.vision.pages import PageReader
 
-UPLOAD_PATHS = (*(f"/v1/{task}" for task in TASKS), "/v1/files", "/v1/jobs")
+TASK_PATHS = tuple(f"/v1/{task}" for task in TASKS)
+UPLOAD_PATHS = (*TASK_PATHS, "/v1/files", "/v1/jobs")
+COMPLETION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 def create_app(
@@ -73,9 +75,11 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, state: ServerState) -> None:
-    """From the innermost outwards: who may ask how often, how much, what all answers carry, what is kept of it."""
+    """From the innermost outwards: is there room, who may ask how often, how much, what all carry, what is kept."""
     settings = state.settings
     access = settings.access
+    gates = {**dict.fromkeys(COMPLETION_PATHS, state.gate), **dict.fromkeys(TASK_PATHS, state.document_gate)}
+    app.add_middleware(RefuseWhenFull, gates=gates)
     if access.rate_limit is not None:
         app.add_middleware(RateLimit, rate=access.rate_limit)
     app.add_middleware(RequireKey, keys=access.keys, open_paths=_open_paths(access))

@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from fastapi import Request
 from mmserve.errors import RequestError
 from mmserve.server.base64_data import decode_base64
 from mmserve.server.schemas.tasks import DocumentsBody, DocumentSource, TaskFields, TaskSchema
-from mmserve.server.state import ServerState, require_json
-from mmserve.server.uploads import declared_media_type, display_name, is_multipart, receive_form
+from mmserve.server.state import ServerState, json_of, require_json
+from mmserve.server.uploads import display_name, is_json, is_multipart, new_folder, receive_form
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,10 @@ class SentDocument:
     name: str
     path: Path | None = None
     source: DocumentSource | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.source is not None and self.source.file_id is not None
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ async def receive_task(request: Request, schema: TaskSchema, state: ServerState)
     body = schema.body.parse(await read_json_object(request))
     assert isinstance(body, DocumentsBody)
     documents = [_named(source, place) for place, source in enumerate(body.sources(settings.max_files), start=1)]
-    return SentTask(body, tuple(documents), _new_folder(settings.upload_dir))
+    return SentTask(body, tuple(documents), new_folder(settings.upload_dir))
 
 
 async def brought(document: SentDocument, folder: Path, state: ServerState, owner: str) -> tuple[str, Path]:
@@ -86,22 +89,14 @@ def _named(source: DocumentSource, position: int) -> SentDocument:
 
 async def read_json_object(request: Request) -> Mapping[str, Any]:
     """Raises `RequestError` for a body that is none."""
-    media_type = declared_media_type(request)
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    if not is_json(request):
         raise RequestError(
             "unsupported_type",
             "Send documents as multipart/form-data, each in a field named file, or as application/json.",
             param="file",
         )
     await require_json(request)
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise RequestError("invalid_request", f"The body is not valid JSON: {error}.") from None
+    body = await json_of(request)
     if not isinstance(body, dict):
         raise RequestError("invalid_request", "The body must be a JSON object.")
     return body
-
-
-def _new_folder(parent: Path | None) -> Path:
-    return Path(tempfile.mkdtemp(prefix="mmserve-upload-", dir=parent))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
-from mmserve.server.owners import LOCAL_OWNER
 from mmserve.server.schemas.common import Usage
 from mmserve.server.state import ServerState
 
@@ -25,8 +24,8 @@ class GenerationRequest:
     request_id: str
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
+    owner: str
     images: tuple[ImageSpan, ...] = ()
-    owner: str = LOCAL_OWNER
     cache_salt: str | None = None
 
     @property

@@ -4,16 +4,16 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.errors import EngineError, RequestError
 from mmserve.server.errors import BodyStalled, BodyTooLarge, BodyTooSlow, as_mmserve_error, error_response
-from mmserve.server.owners import LOCAL_OWNER
+from mmserve.server.owners import owner_of
 
 LINGER_SECONDS = 5.0
 STALL_SECONDS = 20.0
-DEFAULT_TIMEOUT = 600.0
 
 
 class BodyLimit:
@@ -24,9 +24,7 @@ class BodyLimit:
     thrown away for `LINGER_SECONDS`: most clients look for the answer only when they have sent everything.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, default: int, limits: Mapping[str, int], timeout: float = DEFAULT_TIMEOUT
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, default: int, limits: Mapping[str, int], timeout: float) -> None:
         self.app = app
         self.timeout = timeout
         self.default = default
@@ -110,7 +108,7 @@ def _sends_unasked(headers: Mapping[bytes, bytes]) -> bool:
 
 
 class AdmissionGate:
-    """Bounds what waits: sequences of this server in flight, and the engine's own queue.
+    """Bounds what waits: sequences, or documents, of this server in flight, and the engine's own queue.
 
     The engine's statistics are a step old, so a burst is caught by the server's own count. With several owners one of
     them may hold half of the places, so that there is room for the others.
@@ -126,18 +124,22 @@ class AdmissionGate:
         self._num_of_owner: Counter[str] = Counter()
         self.num_in_flight = 0
 
+    def check(self, num_sequences: int, owner: str) -> None:
+        """Raises `EngineError` (`queue_full`) where there are fewer places than `num_sequences`."""
+        if self._num_of_owner[owner] + num_sequences > self._max_of_owner:
+            raise EngineError("queue_full", "Too many of your requests are waiting. Try again when some are done.")
+        if self.num_in_flight + num_sequences > self._max_in_flight or self._num_waiting() >= self._max_waiting:
+            raise EngineError("queue_full", "Too many requests are waiting. Try again in a moment.")
+
     @contextlib.contextmanager
-    def admit(self, num_sequences: int, owner: str = LOCAL_OWNER) -> Iterator[None]:
+    def admit(self, num_sequences: int, owner: str) -> Iterator[None]:
         """Holds `num_sequences` places; raises `EngineError` (`queue_full`) where there are too few."""
         if num_sequences > self._max_of_owner:
             raise RequestError(
                 "invalid_request",
                 f"One request may ask for {self._max_of_owner} answers at most; this one asks for {num_sequences}.",
             )
-        if self._num_of_owner[owner] + num_sequences > self._max_of_owner:
-            raise EngineError("queue_full", "Too many of your requests are waiting. Try again when some are done.")
-        if self.num_in_flight + num_sequences > self._max_in_flight or self._num_waiting() >= self._max_waiting:
-            raise EngineError("queue_full", "Too many requests are waiting. Try again in a moment.")
+        self.check(num_sequences, owner)
         self.num_in_flight += num_sequences
         self._num_of_owner[owner] += num_sequences
         try:
@@ -145,3 +147,31 @@ class AdmissionGate:
         finally:
             self.num_in_flight -= num_sequences
             self._num_of_owner -= Counter({owner: num_sequences})
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Stands for the route that a request would have come to: what is kept of it goes by its path."""
+
+    path: str
+
+
+class RefuseWhenFull:
+    """Answers for a gate that is full before a body is read and looked at, which takes most of a refusal's time.
+
+    `gates` maps paths to their gates, which the routes behind ask for places themselves.
+    """
+
+    def __init__(self, app: ASGIApp, *, gates: Mapping[str, AdmissionGate]) -> None:
+        self.app = app
+        self._gates = gates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._gates:
+            try:
+                self._gates[scope["path"]].check(1, owner_of(scope))
+            except EngineError as error:
+                scope["route"] = _Route(scope["path"])
+                await error_response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)

@@ -16,7 +16,6 @@ from mmserve.errors import DocumentError, MMServeError, RequestError
 from mmserve.pipelines.chunking import PageText
 from mmserve.pipelines.prompts import Fence
 from mmserve.server.base64_data import decode_base64, is_data_url
-from mmserve.server.owners import LOCAL_OWNER
 from mmserve.server.schemas.content import Detail, MediaPart
 from mmserve.server.state import ServerState
 from mmserve.server.uploads import display_name
@@ -42,7 +41,7 @@ def limits_of(limits: PixelLimits, detail: Detail) -> PixelLimits:
 
 @asynccontextmanager
 async def received(
-    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits, owner: str = LOCAL_OWNER
+    state: ServerState, messages: Sequence[Mapping[str, Any]], limits: PixelLimits, owner: str
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """Messages for the prompt builder, pictures within `limits`; their files are removed when the block is left.
 
@@ -109,6 +108,11 @@ class _Receiver:
             raise type(error)(error.code, error.message, param=error.param or media.where) from None
 
     async def _content(self, media: MediaPart) -> bytes:
+        if media.is_id:
+            stored = await self._state.jobs.files.get(self._owner, media.source)
+            if stored.num_bytes > self._room_bytes:
+                raise _too_many_bytes(self._state.settings.max_media_bytes)
+            return await asyncio.to_thread(stored.path.read_bytes)
         if not is_data_url(media.source) and re.match(r"[a-z][a-z0-9+.-]*:", media.source[:32], re.I):
             return await self._state.fetcher.fetch(media.source)
         return await asyncio.to_thread(decode_base64, media.source)

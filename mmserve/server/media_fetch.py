@@ -14,13 +14,14 @@ import httpx
 
 from mmserve.errors import RequestError
 from mmserve.jobs.outbound import (
-    DEFAULT_PORTS,
     AllowedHosts,
     IPAddress,
     PinnedTransport,
     Resolver,
+    checked_url,
     is_public,
     plain_host,
+    port_of,
     resolve,
 )
 
@@ -69,16 +70,9 @@ class MediaFetcher:
         raise _unreachable(f"redirects more than {MAX_REDIRECTS} times")
 
     def _checked(self, url: str) -> httpx.URL:
-        try:
-            target = httpx.URL(url)
-            host = plain_host(target)
-        except (httpx.InvalidURL, ValueError, TypeError):
-            raise RequestError("url_not_allowed", "the URL is malformed: write https://host/path") from None
-        if target.scheme not in DEFAULT_PORTS or not host:
-            raise RequestError("url_not_allowed", "only http and https URLs are fetched, besides data URLs")
-        if target.userinfo:
-            raise RequestError("url_not_allowed", "URLs with a user name or password are not fetched")
-        if (host, target.port or DEFAULT_PORTS[target.scheme]) not in self.allowed:
+        target = checked_url(url)
+        host = plain_host(target)
+        if (host, port_of(target)) not in self.allowed:
             raise RequestError(
                 "url_not_allowed",
                 f"this server fetches nothing from {host}: send the file itself as a data URL (its operator can allow"

@@ -60,7 +60,7 @@ class ServerMetrics:
         self,
         stats: Callable[[], EngineStats],
         preprocessing: Callable[[], PreprocessStats | None],
-        num_restarts: Callable[[], int] = lambda: 0,
+        num_restarts: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, preprocessing, num_restarts))

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
+from starlette.types import Scope
+
 from mmserve.config import EngineConfig
 from mmserve.errors import EngineError
 from mmserve.request import ImageSpan, SamplingParams
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
 # Of a server without keys: the only one there is.
 LOCAL_OWNER = "local"
+
+
+def owner_of(scope: Scope) -> str:
+    """Whose request it is, as its key has said."""
+    owner: str = scope.get("state", {}).get("owner", LOCAL_OWNER)
+    return owner
 
 
 def cache_salt_of(owner: str, chosen: str | None = None, *, is_shared: bool = False) -> bytes:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmserve.errors import RequestError
 from mmserve.server.errors import error_response
-from mmserve.server.owners import LOCAL_OWNER
+from mmserve.server.owners import owner_of
 
 
 def parse_rate(rate: str) -> RateLimitItem:
@@ -42,7 +42,7 @@ class RateLimit:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self.app(scope, receive, send)
             return
-        owner = scope.get("state", {}).get("owner", LOCAL_OWNER)
+        owner = owner_of(scope)
         is_within = self._limiter.hit(self._item, owner)
         window = self._limiter.get_window_stats(self._item, owner)
         seconds = max(math.ceil(window.reset_time - time.time()), 1)

@@ -12,7 +12,6 @@ from mmserve.server.browsers import check_origins
 from mmserve.server.rate_limit import parse_rate
 
 MIB = 1024**2
-DAY = 24 * 3600.0
 
 
 def default_data_dir() -> Path:
@@ -58,7 +57,7 @@ class ServerSettings:
     max_json_bytes: int = 32 * MIB
     max_upload_bytes: int = 256 * MIB
     max_files: int = 64
-    max_concurrent_documents: int = 4
+    max_concurrent_documents: int = JobSettings.max_concurrent_documents
     upload_dir: Path | None = None
     max_images_per_request: int = 64
     max_media_bytes: int = 32 * MIB
@@ -66,8 +65,8 @@ class ServerSettings:
     otlp_traces_endpoint: str | None = None
     data_dir: Path = field(default_factory=default_data_dir)
     database_url: str | None = None
-    retention_seconds: float = 7 * DAY
-    max_queued_jobs: int = 1000
+    retention_seconds: float = JobSettings.retention_seconds
+    max_queued_jobs: int = JobSettings.max_queued_jobs
     webhook_hosts: tuple[str, ...] = ()
     webhook_secret: str | None = field(default=None, repr=False)
 

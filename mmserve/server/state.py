@@ -20,10 +20,11 @@ from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
 from mmserve.server.media_fetch import MediaFetcher
 from mmserve.server.metrics import ServerMetrics
-from mmserve.server.owners import LOCAL_OWNER, FairSlots, OwnerEngine, cache_salt_of
+from mmserve.server.owners import FairSlots, OwnerEngine, cache_salt_of, owner_of
 from mmserve.server.settings import ServerSettings
 from mmserve.server.task_metrics import JobCollector, TaskObserver
 from mmserve.server.tracing import NoTracing
+from mmserve.server.uploads import declared_media_type, is_json
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta, RequestTimings
@@ -79,7 +80,7 @@ class ServerState:
         self.metrics = ServerMetrics(
             lambda: engine.stats,
             lambda: None if prompts.pool is None else prompts.pool.stats,
-            num_restarts=lambda: engine.num_restarts,
+            lambda: engine.num_restarts,
         )
         self.document_slots = FairSlots(settings.max_concurrent_documents, wait_seconds=settings.queue_timeout)
         self.jobs = JobService(settings.jobs, self)
@@ -93,9 +94,17 @@ class ServerState:
             num_waiting=lambda: engine.stats.num_requests_waiting,
             has_owners=settings.access.keys is not None,
         )
-        # As many again as run, so that the engine always finds the next ones.
-        num_places = 2 * scheduler.max_num_seqs
-        self._engine_places = None if settings.access.keys is None else FairSlots(num_places)
+        # Documents that wait for their turn take no place from requests that could go to the engine at once.
+        self.document_gate = AdmissionGate(
+            max_in_flight=settings.max_concurrent_documents + scheduler.max_num_waiting,
+            max_waiting=scheduler.max_num_waiting,
+            num_waiting=int,
+            has_owners=settings.access.keys is not None,
+        )
+        # As many again as run, so that the engine always finds the next ones; fewer than it would refuse, so that what
+        # was admitted here, a document with its many requests among it, waits for its turn and is not sent away later.
+        num_places = scheduler.max_num_seqs + min(scheduler.max_num_seqs, scheduler.max_num_waiting)
+        self._engine_places = FairSlots(num_places)
 
     def engine_for(self, owner: str, cache_salt: str | None = None) -> OwnerEngine:
         """The engine as this owner's requests go to it; `cache_salt` keeps some of them apart from the others."""
@@ -178,8 +187,7 @@ State = Annotated[ServerState, Depends(get_state)]
 
 async def get_owner(request: Request) -> str:
     """Whose request it is: what one owner has sent or asked, no other one can see."""
-    owner: str = getattr(request.state, "owner", LOCAL_OWNER)
-    return owner
+    return owner_of(request.scope)
 
 
 Owner = Annotated[str, Depends(get_owner)]
@@ -196,14 +204,24 @@ async def require_running(state: State) -> None:
 
 async def require_json(request: Request) -> None:
     """A page of another site can send `text/plain` without asking the browser, but not `application/json`."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    if not is_json(request):
+        media_type = declared_media_type(request)
         sent = repr(media_type) if media_type else "no Content-Type"
         raise RequestError("unsupported_type", f"Send the body as application/json; this request has {sent}.")
     body = await request.body()
     _require_utf8(body)
     if b"\\ud" in body.lower():
-        _refuse_half_characters(await request.json())
+        _refuse_half_characters(await json_of(request))
+
+
+async def json_of(request: Request) -> Any:
+    """The body. Raises `RequestError` for one that is no JSON, or has more levels than can be read."""
+    try:
+        return await request.json()
+    except ValueError as error:
+        raise RequestError("invalid_request", f"The body is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise RequestError("invalid_request", "The body is nested too deeply: send fewer levels.") from None
 
 
 def _require_utf8(body: bytes) -> None:
@@ -222,7 +240,7 @@ def _refuse_half_characters(body: Any) -> None:
     """JSON can spell half of a surrogate pair, which is no text that a tokenizer could take."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, RecursionError):
         raise RequestError(
-            "invalid_request", "The body has a surrogate (\\ud800 to \\udfff) without its pair."
+            "invalid_request", "The body has a surrogate (\\ud800 to \\udfff) without its pair, or too many levels."
         ) from None

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from fastapi import Request
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 
 from mmserve.errors import RequestError
@@ -48,12 +49,17 @@ async def receive_form(request: Request, *, max_files: int, parent: Path | None)
     async with request.form(max_files=max_files, max_fields=MAX_FIELDS) as form:
         options = _options(form)
         files = _files(form)
-        folder = Path(tempfile.mkdtemp(prefix="mmserve-upload-", dir=parent))
+        folder = new_folder(parent)
         try:
             return UploadForm(folder, await asyncio.to_thread(_store, files, folder), options)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+def new_folder(parent: Path | None) -> Path:
+    """For what a request has sent; only this user can read it."""
+    return Path(tempfile.mkdtemp(prefix="mmserve-upload-", dir=parent))
 
 
 def display_name(sent: str | None, position: int) -> str:
@@ -72,11 +78,20 @@ def is_multipart(request: Request) -> bool:
     return declared_media_type(request) == "multipart/form-data"
 
 
+def is_json(request: Request) -> bool:
+    media_type = declared_media_type(request)
+    return media_type == "application/json" or media_type.endswith("+json")
+
+
 def _require_multipart(request: Request) -> None:
     if not is_multipart(request):
         raise RequestError(
             "unsupported_type", "Send documents as multipart/form-data, each in a field named file.", param="file"
         )
+    # The parser would take any of Python's codecs, some of which make text that is none.
+    _, parameters = parse_options_header(request.headers["content-type"])
+    if parameters.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8", b"us-ascii"):
+        raise RequestError("unsupported_type", "Send the form in UTF-8, and leave charset out.")
 
 
 def _files(form: FormData) -> list[UploadFile]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mmserve.errors import StorageError
-from mmserve.jobs.results import ResultKey
+from mmserve.jobs.files import while_kept
+from mmserve.jobs.results import ResultKey, tell_text
 from mmserve.pipelines.batch import file_digest
-from mmserve.pipelines.events import OnEvent, TextAdded
+from mmserve.pipelines.events import OnEvent
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.state import ServerState
@@ -27,16 +28,23 @@ class TaskRun:
     options: TaskOptions
     no_cache: bool = False
 
-    async def result(self, path: Path, name: str, on_event: OnEvent | None = None) -> dict[str, Any]:
+    async def result(
+        self, path: Path, name: str, on_event: OnEvent | None = None, *, is_stored: bool = False
+    ) -> dict[str, Any]:
         """The task's result with `cached`. Raises as the task does; cancelling it ends the engine's work on it."""
+        with while_kept(path):
+            return await self._result(path, name, on_event, is_stored=is_stored)
+
+    async def _result(self, path: Path, name: str, on_event: OnEvent | None, *, is_stored: bool) -> dict[str, Any]:
         key = await self._key(path)
         known = None if key is None or self.no_cache else await self._known(key, name)
         if known is not None:
-            _tell_text(known, on_event)
+            if on_event is not None:
+                tell_text(known, on_event)
             return known
         result = await self._made(path, name, on_event)
         if key is not None:
-            await self._remember(key, result)
+            await self._remember(key, result, is_stored=is_stored)
         return {**result, "cached": False}
 
     async def _made(self, path: Path, name: str, on_event: OnEvent | None) -> dict[str, Any]:
@@ -60,22 +68,15 @@ class TaskRun:
             logger.warning("the result cache cannot be read: %s", error)
             return None
 
-    async def _remember(self, key: ResultKey, result: dict[str, Any]) -> None:
+    async def _remember(self, key: ResultKey, result: dict[str, Any], *, is_stored: bool) -> None:
         try:
-            await self.state.jobs.results.put(self.owner, key, result)
+            await self.state.jobs.results.put(self.owner, key, result, is_of_file=is_stored)
         except StorageError as error:
             logger.warning("a result cannot be cached: %s", error)
 
     async def _key(self, path: Path) -> ResultKey | None:
         """None for an answer that would be another one each time."""
-        if self.options.temperature > 0 and self.options.seed is None:
+        if not self.options.is_repeatable:
             return None
         digest = await asyncio.to_thread(file_digest, path)
         return ResultKey.of(digest, self.task, self.options, self.state.model)
-
-
-def _tell_text(result: dict[str, Any], on_event: OnEvent | None) -> None:
-    """A reader who follows the text gets it, all at once."""
-    text = result.get("text")
-    if on_event is not None and isinstance(text, str):
-        on_event(TextAdded(text))

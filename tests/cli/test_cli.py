@@ -128,6 +128,8 @@ def test_a_settings_file_that_is_named_must_exist(invoke: Invoke) -> None:
     ("error", "code", "sentence"),
     [
         (RequestError("invalid_request", "Wrong."), 2, "mmserve: Wrong."),
+        (RequestError("unauthorized", "No such key."), 2, "mmserve: No such key."),
+        (RequestError("not_found", "Not here."), 1, "mmserve: Not here."),
         (DocumentError("corrupt_document", "Cut off."), 1, "mmserve: Cut off."),
         (EngineError("engine_dead", "It died."), 1, "mmserve: It died."),
         (SetupError("insufficient_memory", "Too large."), 3, "mmserve: Too large."),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from mmserve import cli
 from mmserve.commands.tasks import describe
-from mmserve.pipelines.events import PageRead, PageReport, RequestSubmitted, TextAdded
+from mmserve.pipelines.events import Event, PageRead, PageReport, RequestSubmitted, TextAdded
 
 pytest_plugins = ["cli_fixtures"]
 pytestmark = pytest.mark.usefixtures("empty_place")
@@ -138,6 +138,10 @@ def test_a_large_folder_needs_no_more_memory_than_a_small_one() -> None:
 
 def test_progress_says_what_is_done() -> None:
     report = PageReport(3, "text_layer", is_blank=False)
-    assert describe(PageRead(report, num_read=3, num_pages=12), "summarising") == "page 3 of 12"
-    assert describe(RequestSubmitted("whole", 0, 1, 12), "summarising") == "summarising"
-    assert describe(TextAdded("x"), "summarising") is None
+    events: list[Event] = [
+        PageRead(report, num_read=3, num_pages=12),
+        RequestSubmitted("whole", 0, 1, 12),
+        TextAdded("x"),
+    ]
+    steps = [describe(event.kind, event.to_dict(), "summarising") for event in events]
+    assert steps == ["page 3 of 12", "summarising", None]

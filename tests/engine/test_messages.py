@@ -25,6 +25,6 @@ def test_a_step_survives_the_pipe(outputs: tuple[TokenOutput, ...]) -> None:
 
 
 def test_a_step_of_many_sequences_is_small() -> None:
-    """The ids are most of it: 60 bytes for each output, of which 36 are the id's."""
+    """The ids are most of it: 50 bytes for each output, of which 36 are the id's."""
     outputs = tuple(TokenOutput(f"{number:032x}/{number:03}", (30000 + number,)) for number in range(256))
-    assert len(ForkingPickler.dumps(StepOutput(outputs, STATS))) < 256 * 60
+    assert len(ForkingPickler.dumps(StepOutput(outputs, STATS))) < 256 * 50

@@ -39,12 +39,12 @@ class FakePool:
     num_held: int = 0
     budgets: list[PixelLimits] = field(default_factory=list)
 
-    async def plan(self, source: ImageSource, limits: PixelLimits, salt: bytes = b"") -> PlannedImage:
+    async def plan(self, source: ImageSource, limits: PixelLimits, cache_salt: bytes = b"") -> PlannedImage:
         self.budgets.append(limits)
-        return PlannedImage(source, limits, self.processor.plan(source.page, 1, limits), salt)
+        return PlannedImage(source, limits, self.processor.plan(source.page, 1, limits), cache_salt)
 
     def digest(self, image: PlannedImage) -> bytes:
-        return image.source.digest + image.salt
+        return image.source.digest + image.cache_salt
 
     @asynccontextmanager
     async def hold(self, images: Iterable[PlannedImage]) -> AsyncIterator[list[Processed]]:

@@ -179,6 +179,21 @@ def test_a_page_is_drawn_once(office: Office) -> None:
     asyncio.run(scenario())
 
 
+def test_many_widths_do_not_fill_the_disk(sqlite_office: Office) -> None:
+    async def draw() -> bytes:
+        return b"picture"
+
+    async def scenario() -> None:
+        async with sqlite_office.service() as service:
+            file = await sqlite_office.add(service, "text")
+            for number in (1, 11):
+                for width in range(100, 120):
+                    assert await service.files.page_picture(file, number, width, draw) == b"picture"
+        assert len(stored_paths(sqlite_office)) == 1 + 2 * 8
+
+    asyncio.run(scenario())
+
+
 def test_files_go_when_their_time_has_come_unless_a_job_needs_them(office: Office) -> None:
     async def scenario() -> None:
         async with office.service(retention_seconds=60.0) as service:

@@ -178,6 +178,21 @@ def test_a_full_database_says_so_and_keeps_no_file(sqlite_office: Office) -> Non
     asyncio.run(scenario())
 
 
+def test_nobody_else_can_read_the_database(sqlite_office: Office) -> None:
+    """Not even where the folder was there before, for all to read."""
+    (sqlite_office.folder / "data").mkdir(mode=0o755)
+
+    async def scenario() -> None:
+        async with sqlite_office.service() as service:
+            await sqlite_office.add(service, "text")
+            modes = {
+                path.name: path.stat().st_mode & 0o777 for path in (sqlite_office.folder / "data").glob("jobs.db*")
+            }
+        assert modes == dict.fromkeys(("jobs.db", "jobs.db-wal", "jobs.db-shm"), 0o600)
+
+    asyncio.run(scenario())
+
+
 def test_by_default_the_database_lies_in_the_data_folder(tmp_path: Path) -> None:
     assert JobSettings(data_dir=tmp_path).url == f"sqlite:///{tmp_path}/mmserve.db"
     with pytest.raises(RequestError) as refused:

@@ -10,8 +10,9 @@ import pytest
 from job_fakes import CountingEngine, Office, TextPrompts, ended
 from reportlab.pdfgen.canvas import Canvas
 
-from mmserve.jobs.service import JobService, Workplace
+from mmserve.jobs.service import JobService
 from mmserve.jobs.settings import JobSettings
+from mmserve.jobs.workplace import Workplace
 from mmserve.pipelines.events import OnEvent
 from mmserve.pipelines.tasks import TaskName
 from mmserve.vision.page_types import Document, Page, PageForm, PageOptions

@@ -5,8 +5,9 @@ import ipaddress
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,7 +17,9 @@ from sqlalchemy import Connection, func, select
 from standardwebhooks import Webhook
 
 from mmserve.errors import RequestError
+from mmserve.jobs.database import Database
 from mmserve.jobs.outbound import IPAddress
+from mmserve.jobs.records import Job
 from mmserve.jobs.service import JobService
 from mmserve.jobs.settings import JobSettings
 from mmserve.jobs.tables import deliveries
@@ -78,26 +81,42 @@ def service_of(office: Office, receiver: Receiver, **settings: Any) -> JobServic
     return office.service(webhook_hosts=(receiver.host,), webhook_secret=SECRET, **settings)
 
 
-async def num_waiting(service: JobService) -> int:
+async def num_waiting(database: Database) -> int:
     def count(connection: Connection) -> int:
         return connection.execute(select(func.count()).select_from(deliveries)).scalar_one()
 
-    return await service._database.read(count)
+    return await database.read(count)
 
 
-async def outbox_with_a_message(office: Office, service: JobService, url: str, **options: Any) -> WebhookOutbox:
-    """One that delivers only when it is asked to."""
-    outbox = WebhookOutbox(service._database, WebhookOptions(secret=SECRET, **options))
-    outbox.check(url)
-    file = await office.add(service, document_text(1))
-    job, _ = await service.jobs.create("anna", "summarize", [file.id], {})
-    told = replace(await ended(service, job), webhook_url=url)
-    await service._database.write(lambda connection: outbox.put_within(connection, told))
-    return outbox
+@asynccontextmanager
+async def outbox_with_a_message(
+    office: Office, url: str, **options: Any
+) -> AsyncIterator[tuple[WebhookOutbox, Database]]:
+    """One that delivers only when it is asked to, on a database that no service works on."""
+    database = office.database()
+    try:
+        await database.migrate()
+        outbox = WebhookOutbox(database, WebhookOptions(secret=SECRET, **options))
+        outbox.check(url)
+        job = Job(
+            id="job-1",
+            owner="anna",
+            task="summarize",
+            options={},
+            status="done",
+            created_at=0.0,
+            expires_at=1.0,
+            files=(),
+            webhook_url=url,
+        )
+        await database.write(lambda connection: outbox.put_within(connection, job))
+        yield outbox, database
+    finally:
+        await database.close()
 
 
 async def all_delivered(service: JobService) -> None:
-    while await num_waiting(service):  # noqa: ASYNC110
+    while await num_waiting(service._database):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -165,15 +184,14 @@ def test_attempts_end_after_a_day(office: Office, receiver: Receiver) -> None:
     receiver.statuses = [503] * 100
 
     async def scenario() -> None:
-        async with office.service() as service:
-            outbox = await outbox_with_a_message(office, service, receiver.url, hosts=(receiver.host,))
+        async with outbox_with_a_message(office, receiver.url, hosts=(receiver.host,)) as (outbox, database):
             assert await outbox.deliver_due() == 1
             for seconds in RETRY_SECONDS:
                 office.clock.ahead += seconds - 1.5
                 assert await outbox.deliver_due() == 0
                 office.clock.ahead += 1.5
                 assert await outbox.deliver_due() == 1
-            assert await num_waiting(service) == 0
+            assert await num_waiting(database) == 0
             office.clock.ahead += 48 * 3600
             assert await outbox.deliver_due() == 0
         assert len(receiver.received) == 1 + len(RETRY_SECONDS)
@@ -191,6 +209,7 @@ def test_a_receiver_that_is_gone_is_not_asked_again(office: Office, receiver: Re
             await service.jobs.create("anna", "summarize", [file.id], {}, webhook_url=receiver.url)
             await until(lambda: len(receiver.received) == 1)
             await all_delivered(service)
+        assert len(receiver.received) == 1
 
     asyncio.run(scenario())
 
@@ -239,9 +258,8 @@ def test_a_private_address_is_only_for_a_host_that_is_named(
     port = receiver.port if "PORT" in entry else 80
 
     async def scenario() -> None:
-        async with sqlite_office.service() as service:
-            url = f"http://hooks.test:{port}/"
-            outbox = await outbox_with_a_message(sqlite_office, service, url, hosts=hosts, resolve=lead_inside)
+        url = f"http://hooks.test:{port}/"
+        async with outbox_with_a_message(sqlite_office, url, hosts=hosts, resolve=lead_inside) as (outbox, _):
             assert await outbox.deliver_due() == 1
         assert len(receiver.received) == num_received
         assert asked == [("hooks.test", port)]
@@ -251,10 +269,9 @@ def test_a_private_address_is_only_for_a_host_that_is_named(
 
 def test_a_host_that_is_allowed_no_more_gets_nothing(office: Office, receiver: Receiver) -> None:
     async def scenario() -> None:
-        async with office.service() as service:
-            await outbox_with_a_message(office, service, receiver.url, hosts=(receiver.host,))
-            assert await service._outbox.deliver_due() == 1
-            assert await num_waiting(service) == 1
+        async with outbox_with_a_message(office, receiver.url, hosts=(receiver.host,)) as (_, database):
+            assert await WebhookOutbox(database, WebhookOptions()).deliver_due() == 1
+            assert await num_waiting(database) == 1
         assert receiver.received == []
 
     asyncio.run(scenario())
@@ -264,11 +281,10 @@ def test_a_receiver_that_does_not_answer_is_given_up_for_now(sqlite_office: Offi
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             host = f"127.0.0.1:{silent.getsockname()[1]}"
-            async with sqlite_office.service() as service:
-                url = f"http://{host}/"
-                outbox = await outbox_with_a_message(sqlite_office, service, url, hosts=(host,), timeout=0.1)
+            url, hosts = f"http://{host}/", (host,)
+            async with outbox_with_a_message(sqlite_office, url, hosts=hosts, timeout=0.1) as (outbox, database):
                 assert await outbox.deliver_due() == 1
-                assert await num_waiting(service) == 1
+                assert await num_waiting(database) == 1
 
     asyncio.run(scenario())
 
@@ -303,5 +319,28 @@ def test_a_payload_is_plain_json(office: Office, receiver: Receiver) -> None:
             await service.jobs.create("anna", "summarize", [file.id], {}, webhook_url=receiver.url)
             await until(lambda: len(receiver.received) == 1)
         assert json.loads(receiver.received[0][1])["data"]["files"][0]["filename"] == "Vertrag\ud800.pdf"
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_in_one_delivery_is_its_own(sqlite_office: Office, receiver: Receiver) -> None:
+    async def meet_a_fault(_host: str, _port: int) -> list[IPAddress]:
+        raise KeyError("a fault")
+
+    async def scenario() -> None:
+        url, hosts = receiver.url, (receiver.host,)
+        async with outbox_with_a_message(sqlite_office, url, hosts=hosts, resolve=meet_a_fault) as (outbox, database):
+            assert await outbox.deliver_due() == 1
+            assert await num_waiting(database) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_is_none_is_refused_at_once(sqlite_office: Office) -> None:
+    async def scenario() -> None:
+        async with sqlite_office.service() as service:
+            outbox = WebhookOutbox(service._database, WebhookOptions(secret=SECRET, hosts=("*",)))
+            with pytest.raises(RequestError, match="malformed"):
+                outbox.check("http://xn--a/")
 
     asyncio.run(scenario())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mmserve.pipelines.schemas import Schema
 from mmserve.vision.pages import Page, PageLimits, PageReader
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -44,8 +45,14 @@ def read() -> dict[str, tuple[str, list[Page]]]:
     return asyncio.run(read_all())
 
 
+def test_the_sample_schema_is_one_and_described() -> None:
+    schema = Schema.of((SAMPLES / "invoice.schema.json").read_text())
+    assert schema.root["required"] == ["vendor", "invoice_date", "total"]
+    assert "`invoice.schema.json`" in (SAMPLES / "README.md").read_text()
+
+
 def test_all_samples_are_described_and_small() -> None:
-    files = [path for path in SAMPLES.iterdir() if path.suffix != ".md"]
+    files = [path for path in SAMPLES.iterdir() if path.suffix not in {".md", ".json"}]
     assert {path.name for path in files} == set(KINDS)
     assert sum(path.stat().st_size for path in files) < 3_000_000
     readme = (SAMPLES / "README.md").read_text()

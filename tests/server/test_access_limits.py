@@ -111,7 +111,7 @@ def test_one_owner_holds_half_of_the_places_where_there_are_several() -> None:
 
 def test_the_only_owner_may_hold_all_places() -> None:
     gate = AdmissionGate(max_in_flight=4, max_waiting=9, num_waiting=int)
-    with gate.admit(4):
+    with gate.admit(4, "a"):
         assert gate.num_in_flight == 4
 
 

@@ -12,6 +12,8 @@ from page_driver import SENTENCES, chromium, opened, three_pages
 from playwright.sync_api import Browser, FilePayload, Page, expect
 from scripted_engine import ScriptedEngine
 
+from mmserve.server.access import KeyRing
+from mmserve.server.settings import AccessSettings
 from mmserve.vision.pages import PageReader
 
 ANSWER = " ".join(SENTENCES)
@@ -147,6 +149,18 @@ def test_a_document_is_deleted_with_its_results(page: Page, url: str) -> None:
         assert page.request.get(f"{url}/v1/{kind}").json()["data"] == []
 
 
+def test_a_document_is_deleted_with_what_was_asked_again(page: Page, url: str) -> None:
+    submit(page, three_pages())
+    expect(card(page)).to_contain_text("Done")
+    card(page).get_by_label("Ask about this document").fill("What is the total?")
+    page.keyboard.press("Enter")
+    expect(card(page, "invoice.pdf: What is the total?")).to_contain_text("Done")
+    card(page).get_by_role("button", name="Delete document and results").click()
+    expect(page.locator(".card")).to_have_count(0)
+    for kind in ("files", "jobs"):
+        assert page.request.get(f"{url}/v1/{kind}").json()["data"] == []
+
+
 def test_markup_in_documents_and_names_stays_text(page: Page, engine: ScriptedEngine) -> None:
     name = "<img src=x onerror=alert(1)>.txt"
     text = "The <b>total</b> is <script>alert(1)</script> 12 EUR."
@@ -204,6 +218,56 @@ def test_a_dropped_file_is_chosen(page: Page) -> None:
         }"""
     )
     expect(page.locator("#chosen")).to_have_text("Chosen: note.txt")
+
+
+def test_a_text_file_is_shown_as_it_is(page: Page, engine: ScriptedEngine) -> None:
+    engine.answer = "The total is 12 EUR."
+    submit(page, {"name": "note.txt", "mimeType": "text/plain", "buffer": b"Pumps.\nThe total is 12 EUR.\n"})
+    expect(card(page, "note.txt")).to_contain_text("Done")
+    card(page, "note.txt").locator(".cite").click()
+    viewer = page.get_by_role("dialog", name="note.txt")
+    expect(viewer.locator("#viewer-text")).to_have_text("Pumps.\nThe total is 12 EUR.\n", use_inner_text=True)
+    expect(viewer.get_by_role("button", name="Next page")).to_be_disabled()
+
+
+def test_values_are_a_table_with_their_pages(page: Page, engine: ScriptedEngine) -> None:
+    engine.answer = json.dumps({"vendor": "Hallam Pumps", "total": "1,284.50"})
+    submit(page, three_pages(), task="Extract", **{"Fields, separated by commas": "vendor,total"})
+    expect(card(page)).to_contain_text("Done")
+    row = card(page).get_by_role("row", name=re.compile("total"))
+    expect(row).to_contain_text("1,284.50")
+    row.get_by_role("button", name="Show page 2").click()
+    expect(page.get_by_role("dialog", name="invoice.pdf, page 2 of 3")).to_be_visible()
+
+
+def test_a_transcript_is_shown_as_markdown(page: Page, engine: ScriptedEngine) -> None:
+    submit(page, three_pages(), task="Transcribe")
+    expect(card(page)).to_contain_text("Done")
+    expect(card(page).locator(".answer pre")).to_contain_text(SENTENCES[1])
+    assert not engine.prompts
+
+
+def test_a_key_is_asked_for_and_kept_nowhere(
+    browser: Browser, engine: ScriptedEngine, reader: PageReader, tmp_path: Path
+) -> None:
+    key = "a-key-for-the-tests-of-the-page"
+    access = AccessSettings(keys=KeyRing([f"alice:{key}"]))
+    with (
+        serving(engine, reader=reader, data_dir=tmp_path / "data", access=access) as live,
+        opened(browser, live.url) as page,
+    ):
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.get_by_label("Key").fill("a-wrong-key-of-some-length")
+        page.keyboard.press("Enter")
+        dialog.get_by_label("Key").fill(key)
+        page.keyboard.press("Enter")
+        expect(page.locator("#state")).to_have_text("Ready: scripted")
+        submit(page, three_pages())
+        expect(card(page)).to_contain_text("Done")
+        expect(card(page).locator(".pages img")).to_have_count(3)
+        kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
+        assert key not in kept
+        assert key not in page.content()
 
 
 def test_a_server_that_goes_away_is_said(

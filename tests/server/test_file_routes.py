@@ -132,6 +132,15 @@ def test_pages_are_drawn_and_kept_with_the_file(
     assert len(bytes_under(places[0])) == before - 3
 
 
+def test_who_asks_for_every_width_does_not_fill_the_disk(api: httpx.Client, places: tuple[Path, Path]) -> None:
+    file = stored(api, two_pages(), "a.pdf")
+    before = len(bytes_under(places[0]))
+    for width in range(20, 32):
+        drawn = api.get(f"/v1/files/{file['id']}/pages/1", params={"width": width})
+        assert Image.open(io.BytesIO(drawn.content)).width == width
+    assert len(bytes_under(places[0])) == before + 8
+
+
 @pytest.mark.parametrize(
     ("place", "status", "code"),
     [

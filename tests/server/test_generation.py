@@ -13,6 +13,7 @@ from mmserve.errors import EngineError
 from mmserve.request import SamplingParams
 from mmserve.server.generation import GenerationRequest, generate
 from mmserve.server.limits import AdmissionGate
+from mmserve.server.owners import LOCAL_OWNER
 
 both = pytest.mark.parametrize("num_prompts", [1, 2], ids=["one prompt", "two prompts"])
 
@@ -23,7 +24,7 @@ def state_of(engine: ScriptedEngine) -> Any:
 
 
 def request(num_prompts: int, *, n: int = 1) -> GenerationRequest:
-    return GenerationRequest("r", [list(b"Hi")] * num_prompts, SamplingParams(n=n))
+    return GenerationRequest("r", [list(b"Hi")] * num_prompts, SamplingParams(n=n), LOCAL_OWNER)
 
 
 async def read(engine: ScriptedEngine, asked: GenerationRequest, each: Callable[[int, str], None]) -> None:

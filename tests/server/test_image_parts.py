@@ -248,7 +248,7 @@ BAD_PARTS = {
     "a url": ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, 400, "url_not_allowed"),
     "a path": ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, 400, "invalid_request"),
     "a file url": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 400, "url_not_allowed"),
-    "a file id": ({"type": "file", "file": {"file_id": "file-1"}}, 400, "invalid_request"),
+    "a file id": ({"type": "file", "file": {"file_id": "file-1"}}, 404, "not_found"),
     "no file": ({"type": "file", "file": {}}, 400, "invalid_request"),
     "no image": ({"type": "image_url"}, 400, "invalid_request"),
     "sound": ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, 400, "invalid_request"),

@@ -144,9 +144,15 @@ def send_everything(url: str) -> int:
         assert client.post("/v1/chat/completions", content=f'{{"{MARK}'.encode()).status_code >= 400
         assert client.post("/v1/completions", json={"prompt": MARK, "model": MARK}).status_code == 404
         assert client.get(f"/{MARK}/there").status_code == 404
+        assert client.get(f"/v1/files/{MARK}").status_code == 404
+        assert client.post("/v1/files", files=files[:1]).status_code == 200
+        sent = client.post("/v1/jobs", data={**options, "task": "summarize"}, files=files[:2])
+        assert sent.status_code == 202, sent.text
+        job = f"/v1/jobs/{sent.json()['id']}"
+        wait_until(lambda: client.get(job).json()["status"] not in ("queued", "running"), seconds=60)
         with client.stream("POST", "/v1/chat/completions", json=chat(MARK, stream=True, max_tokens=400)) as stream:
             next(stream.iter_lines())
-    return 10
+    return 13
 
 
 def test_nothing_that_was_sent_is_in_what_a_server_writes(tmp_path: Path) -> None:

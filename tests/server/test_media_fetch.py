@@ -218,9 +218,16 @@ def test_an_allowed_name_that_leads_inside_is_refused(address: str) -> None:
     assert address not in error.message
 
 
-@pytest.mark.parametrize("host", ["2130706433", "0x7f000001", "127.1", "0177.0.0.1", "[::ffff:7f00:1]", "localhost"])
+@pytest.mark.parametrize(
+    "host", ["2130706433", "0x7f000001", "127.1", "0177.0.0.1", "[::ffff:7f00:1]", "localhost", "xn--", "xn--a"]
+)
 def test_loopback_in_disguise_is_refused_even_if_every_host_is_allowed(host: str) -> None:
     assert refused(MediaFetcher(AllowedHosts(("*",))), f"http://{host}/a.png").http_status == 400
+
+
+@pytest.mark.parametrize("host", ["xn--", "xn--a"])
+def test_a_name_that_is_none_is_refused(host: str) -> None:
+    assert refused(MediaFetcher(AllowedHosts(("*",))), f"http://{host}/a.png").code == "url_not_allowed"
 
 
 def test_the_systems_resolver_gives_addresses() -> None:

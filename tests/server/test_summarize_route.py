@@ -238,6 +238,6 @@ def test_a_dead_engine_is_503_for_one_file_and_an_entry_among_several(reader: Wa
 
 def test_documents_beyond_the_queue_are_429(reader: WatchedReader) -> None:
     with serving(scripted(), reader=reader) as server:
-        server.app.state.server.gate.num_in_flight = 4
+        server.app.state.server.document_gate.num_in_flight = 6
         assert post(server, ("a.txt", TEXT)).status_code == 429
         assert post(server, ("a.txt", TEXT), stream="true").status_code == 429

@@ -209,6 +209,20 @@ def test_a_cache_that_cannot_be_had_costs_no_answer(
     assert ANSWER in response.json()["text"]
 
 
+def test_chat_takes_a_stored_file_of_its_owner_alone(reader: PageReader) -> None:
+    engine = scripted()
+    with serving(engine, reader=reader, middleware=OwnerByHeader) as server:
+        ann, bob = {"x-owner": "ann"}, {"x-owner": "bob"}
+        files = {"file": ("a.txt", TEXT)}
+        file_id = httpx.post(f"{server.url}/v1/files", files=files, headers=ann, timeout=60).json()["id"]
+        parts = [{"type": "file", "file": {"file_id": file_id}}, {"type": "text", "text": "What is the total?"}]
+        body = {"messages": [{"role": "user", "content": parts}]}
+        chat = functools.partial(httpx.post, f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert chat(headers=ann).status_code == 200
+        assert "1,284.50" in engine.prompts[-1]
+        assert error_code(chat(headers=bob)) == (404, "not_found")
+
+
 def test_every_task_has_its_route_and_names_what_it_misses(api: httpx.Client) -> None:
     unanswered = api.post("/v1/ask", files={"file": TEXT})
     assert error_code(unanswered) == (400, "invalid_request")

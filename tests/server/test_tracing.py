@@ -1,7 +1,9 @@
 """Traces of a document from the client's span down to the engine's work, collected in memory."""
 
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,31 @@ def test_without_the_extra_an_endpoint_is_an_error_and_the_environment_a_warning
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     assert type(open_tracing(None)) is NoTracing
     assert "mmserve[otel]" in caplog.text
+
+
+def test_spans_reach_an_endpoint_at_the_latest_when_the_server_ends() -> None:
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        tracing = open_tracing(f"http://127.0.0.1:{collector.server_port}/v1/traces")
+        with tracing.task("transcribe"):
+            pass
+        tracing.close()
+        collector.shutdown()
+        thread.join()
+    ((path, content),) = received
+    assert path == "/v1/traces"
+    for part in (b"transcribe", b"service.name", b"mmserve"):
+        assert part in content

@@ -91,7 +91,7 @@ async def _prepared(turn: ChatTurn) -> AsyncIterator[GenerationRequest]:
                 built = prompts.build(messages, max_tokens=room, template_arguments=body.template_arguments())
                 prompt = await stack.enter_async_context(built)
         yield GenerationRequest(
-            turn.request_id, [prompt.token_ids], turn.params, prompt.images, turn.owner, body.cache_salt
+            turn.request_id, [prompt.token_ids], turn.params, turn.owner, prompt.images, body.cache_salt
         )
 
 

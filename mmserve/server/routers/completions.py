@@ -66,7 +66,7 @@ async def _start(body: CompletionRequest, state: ServerState, owner: str) -> Com
     params = body.to_sampling_params()
     prompts = await asyncio.to_thread(_encode, state, body.prompts())
     name = f"cmpl-{uuid.uuid4().hex}"
-    generation = GenerationRequest(name, prompts, params, owner=owner, cache_salt=body.cache_salt)
+    generation = GenerationRequest(name, prompts, params, owner, cache_salt=body.cache_salt)
     return CompletionCall(state, body, generation, model)
 
 

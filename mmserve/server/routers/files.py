@@ -2,17 +2,20 @@
 
 import asyncio
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from mmserve.errors import DocumentError, RequestError
+from mmserve.jobs.files import while_kept
 from mmserve.jobs.records import StoredFile
 from mmserve.pipelines.batch import file_digest
-from mmserve.server.schemas.common import error_responses
-from mmserve.server.schemas.files import DeletedFile, FileList, FileObject
+from mmserve.server.schemas.common import STORAGE_STATUSES, error_responses
+from mmserve.server.schemas.files import DeletedFile, FileForm, FileList, FileObject
+from mmserve.server.schemas.operations import file_body
 from mmserve.server.state import Owner, ServerState, State, require_running
 from mmserve.server.uploads import Upload, receive_form
 from mmserve.vision.page_types import Document
@@ -20,19 +23,6 @@ from mmserve.vision.page_types import Document
 router = APIRouter(tags=["files"])
 
 MAX_LISTED = 100
-_UPLOAD = {
-    "multipart/form-data": {
-        "schema": {
-            "type": "object",
-            "required": ["file"],
-            "properties": {
-                "file": {"type": "string", "format": "binary", "description": "The document."},
-                "purpose": {"type": "string", "description": "Accepted and ignored."},
-            },
-        }
-    }
-}
-_STORAGE = (500, 503)
 Limit = Annotated[int, Query(ge=1, le=MAX_LISTED, description="How many at most, the newest first.")]
 After = Annotated[str | None, Query(description="Only what is older than this one, by id.")]
 
@@ -40,8 +30,8 @@ After = Annotated[str | None, Query(description="Only what is older than this on
 @router.post(
     "/v1/files",
     response_model=FileObject,
-    responses=error_responses(400, 408, 413, 415, 422, *_STORAGE, 504, 507),
-    openapi_extra={"requestBody": {"required": True, "content": _UPLOAD}},
+    responses=error_responses(400, 408, 413, 415, 422, *STORAGE_STATUSES, 504, 507),
+    openapi_extra={"requestBody": {"required": True, "content": file_body()}},
     dependencies=[Depends(require_running)],
 )
 async def create_file(request: Request, state: State, owner: Owner) -> dict[str, Any]:
@@ -49,11 +39,7 @@ async def create_file(request: Request, state: State, owner: Owner) -> dict[str,
     form = await receive_form(request, max_files=1, parent=state.settings.upload_dir)
     with ExitStack() as cleanup:
         cleanup.callback(form.discard)
-        unknown = sorted(form.options.keys() - {"purpose"})
-        if unknown:
-            raise RequestError(
-                "invalid_request", f"Unrecognized request argument supplied: {unknown[0]}", param=unknown[0]
-            )
+        FileForm.parse(form.options)
         stored = await keep(state, owner, form.uploads[0])
     return stored.to_dict()
 
@@ -76,20 +62,20 @@ async def keep(state: ServerState, owner: str, upload: Upload, *, is_lenient: bo
     )
 
 
-@router.get("/v1/files", response_model=FileList, responses=error_responses(400, 404, *_STORAGE))
+@router.get("/v1/files", response_model=FileList, responses=error_responses(400, 404, *STORAGE_STATUSES))
 async def list_files(state: State, owner: Owner, limit: Limit = 20, after: After = None) -> dict[str, Any]:
     """Your files, the newest first."""
     files, has_more = await state.jobs.files.list(owner, limit=limit, after=after)
     return {"object": "list", "data": [file.to_dict() for file in files], "has_more": has_more}
 
 
-@router.get("/v1/files/{file_id}", response_model=FileObject, responses=error_responses(404, *_STORAGE))
+@router.get("/v1/files/{file_id}", response_model=FileObject, responses=error_responses(404, *STORAGE_STATUSES))
 async def retrieve_file(file_id: str, state: State, owner: Owner) -> dict[str, Any]:
     """What is known of a file."""
     return (await state.jobs.files.get(owner, file_id)).to_dict()
 
 
-@router.delete("/v1/files/{file_id}", response_model=DeletedFile, responses=error_responses(404, *_STORAGE))
+@router.delete("/v1/files/{file_id}", response_model=DeletedFile, responses=error_responses(404, *STORAGE_STATUSES))
 async def delete_file(file_id: str, state: State, owner: Owner) -> DeletedFile:
     """Removes the bytes, the drawn pages, and all results of these bytes that were cached for you."""
     await state.jobs.files.delete(owner, file_id)
@@ -101,14 +87,16 @@ async def delete_file(file_id: str, state: State, owner: Owner) -> DeletedFile:
     response_class=Response,
     responses={
         200: {"description": "The bytes.", "content": {"*/*": {"schema": {"type": "string", "format": "binary"}}}},
-        **error_responses(404, *_STORAGE),
+        **error_responses(404, *STORAGE_STATUSES),
     },
 )
 async def download_file(file_id: str, state: State, owner: Owner) -> Response:
     """The file as it was sent, to be saved and not shown."""
     stored = await state.jobs.files.get(owner, file_id)
     headers = {"Content-Disposition": attachment(stored.filename), "X-Content-Type-Options": "nosniff"}
-    return FileResponse(stored.path, media_type=stored.media_type, headers=headers)
+    with while_kept(stored.path):
+        file = await asyncio.to_thread(stored.path.open, "rb")
+    return _OpenFile(file, media_type=stored.media_type, headers=headers)
 
 
 @router.get(
@@ -116,7 +104,7 @@ async def download_file(file_id: str, state: State, owner: Owner) -> Response:
     response_class=Response,
     responses={
         200: {"description": "The page.", "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}}},
-        **error_responses(400, 404, 413, 415, 422, *_STORAGE, 504, 507),
+        **error_responses(400, 404, 413, 415, 422, *STORAGE_STATUSES, 504, 507),
     },
 )
 async def draw_page(
@@ -133,11 +121,24 @@ async def draw_page(
     if number > stored.num_pages:
         raise RequestError("not_found", f"{stored.filename} has no page {number}: it has {stored.num_pages}.")
     document = Document(stored.path, stored.filename, stored.media_type, stored.sha256, stored.num_pages)
-    picture = await state.jobs.files.page_picture(
-        stored, number, width, lambda: state.reader.draw(document, number, width)
-    )
+    with while_kept(stored.path):
+        picture = await state.jobs.files.page_picture(
+            stored, number, width, lambda: state.reader.draw(document, number, width)
+        )
     headers = {"Cache-Control": "private, max-age=3600", "X-Content-Type-Options": "nosniff"}
     return Response(picture, media_type="image/png", headers=headers)
+
+
+class _OpenFile(FileResponse):
+    """A file that is sent to its end, even if it is deleted meanwhile."""
+
+    def __init__(self, file: BinaryIO, **arguments: Any) -> None:
+        super().__init__(f"/proc/self/fd/{file.fileno()}", **arguments)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 def attachment(filename: str) -> str:

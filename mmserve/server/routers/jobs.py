@@ -1,8 +1,6 @@
 """`/v1/jobs`: tasks that outlive their request, and the server's end."""
 
 import asyncio
-import hashlib
-import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
@@ -12,12 +10,13 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.responses import JSONResponse
 
 from mmserve.errors import RequestError
+from mmserve.jobs.digests import digest_of
 from mmserve.jobs.records import Job, JobStatus
 from mmserve.pipelines.batch import file_digest
 from mmserve.pipelines.tasks import TaskName
 from mmserve.server.documents import read_json_object
 from mmserve.server.routers.files import After, Limit, keep
-from mmserve.server.schemas.common import EVENT_STREAM, error_responses
+from mmserve.server.schemas.common import EVENT_STREAM, STORAGE_STATUSES, error_responses
 from mmserve.server.schemas.jobs import DeletedJob, JobForm, JobList, JobObject, JobRequest
 from mmserve.server.schemas.operations import job_bodies
 from mmserve.server.schemas.tasks import SCHEMAS, TaskFields
@@ -27,18 +26,20 @@ from mmserve.server.uploads import Upload, is_multipart, receive_form
 
 router = APIRouter(tags=["jobs"])
 
-STORAGE_ERRORS = (500, 503)
-_JOB_ERRORS = error_responses(400, 404, 408, 409, 413, 415, 429, *STORAGE_ERRORS, 504, 507)
+# What the database's numbers go up to.
+MAX_EVENT = 2**31 - 1
+_JOB_ERRORS = error_responses(400, 404, 408, 409, 413, 415, 429, *STORAGE_STATUSES, 504, 507)
 IdempotencyKey = Annotated[
     str | None,
     Header(
         min_length=1,
         max_length=255,
-        description="A word of your own for this request: sent again within a day, it gives the same job.",
+        description="A word of your own for this request: sent again while the job is kept, it gives the same job.",
     ),
 ]
 LastEventID = Annotated[
-    int | None, Header(ge=0, alias="Last-Event-ID", description="The `id` of the last event that arrived.")
+    int | None,
+    Header(ge=0, le=MAX_EVENT, alias="Last-Event-ID", description="The `id` of the last event that arrived."),
 ]
 
 
@@ -54,8 +55,7 @@ class JobOrder:
     async def digest(self) -> str:
         """Equal for equal requests; of uploads their names and bytes count."""
         uploads = [[upload.name, await asyncio.to_thread(file_digest, upload.path)] for upload in self.uploads]
-        whole = [self.fields.task, self.fields.model_dump(mode="json"), self.webhook_url, self.file_ids, uploads]
-        return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+        return digest_of(self.fields.task, self.fields.model_dump(), self.webhook_url, self.file_ids, uploads)
 
 
 @router.post(
@@ -80,7 +80,7 @@ async def create_job(request: Request, state: State, owner: Owner, idempotency_k
     return JSONResponse(job.to_dict(), status_code=202 if is_new else 200)
 
 
-@router.get("/v1/jobs", response_model=JobList, responses=error_responses(400, *STORAGE_ERRORS))
+@router.get("/v1/jobs", response_model=JobList, responses=error_responses(400, *STORAGE_STATUSES))
 async def list_jobs(
     state: State,
     owner: Owner,
@@ -93,14 +93,14 @@ async def list_jobs(
     return {"object": "list", "data": [job.to_dict() for job in jobs], "has_more": has_more}
 
 
-@router.get("/v1/jobs/{job_id}", response_model=JobObject, responses=error_responses(404, *STORAGE_ERRORS))
+@router.get("/v1/jobs/{job_id}", response_model=JobObject, responses=error_responses(404, *STORAGE_STATUSES))
 async def retrieve_job(job_id: str, state: State, owner: Owner) -> dict[str, Any]:
     """A job with its results. They can be read as often as you like until it expires."""
     return (await state.jobs.jobs.get(owner, job_id)).to_dict()
 
 
 @router.delete(
-    "/v1/jobs/{job_id}", response_model=JobObject | DeletedJob, responses=error_responses(404, *STORAGE_ERRORS)
+    "/v1/jobs/{job_id}", response_model=JobObject | DeletedJob, responses=error_responses(404, *STORAGE_STATUSES)
 )
 async def delete_job(job_id: str, state: State, owner: Owner) -> dict[str, Any]:
     """Cancels a job that is queued or running, which ends the engine's work; removes one that has ended."""
@@ -115,7 +115,7 @@ async def delete_job(job_id: str, state: State, owner: Owner) -> dict[str, Any]:
     response_class=Response,
     responses={
         200: {"description": "Events.", "content": {**EVENT_STREAM}},
-        **error_responses(400, 404, *STORAGE_ERRORS),
+        **error_responses(400, 404, *STORAGE_STATUSES),
     },
 )
 async def follow_job(
@@ -123,7 +123,9 @@ async def follow_job(
     state: State,
     owner: Owner,
     last_event_id: LastEventID = None,
-    after: Annotated[int | None, Query(ge=0, description="As Last-Event-ID, which goes before it.")] = None,
+    after: Annotated[
+        int | None, Query(ge=0, le=MAX_EVENT, description="As Last-Event-ID, which goes before it.")
+    ] = None,
 ) -> Response:
     """A job's server-sent events, from the first or from where you were: `progress`, `delta`, `result`, `error`.
 
@@ -150,22 +152,22 @@ async def _receive(request: Request, state: ServerState, cleanup: AsyncExitStack
         body = JobRequest.parse(await read_json_object(request))
         if len(body.file_ids) > settings.max_files:
             raise RequestError("invalid_request", f"at most {settings.max_files} files are taken", param="file_ids")
-        return JobOrder(_task_fields(body.task, body.options), body.webhook_url, tuple(body.file_ids))
+        return JobOrder(await _task_fields(body.task, body.options), body.webhook_url, tuple(body.file_ids))
     form = await receive_form(request, max_files=settings.max_files, parent=settings.upload_dir)
     cleanup.callback(form.discard)
     own = {name: value for name, value in form.options.items() if name in JobForm.model_fields}
     head = JobForm.parse({name: value for name, value in own.items() if value.strip()})
     options = {name: value for name, value in form.options.items() if name not in own and value.strip()}
-    return JobOrder(_task_fields(head.task, options), head.webhook_url, uploads=form.uploads)
+    return JobOrder(await _task_fields(head.task, options), head.webhook_url, uploads=form.uploads)
 
 
-def _task_fields(task: TaskName, options: dict[str, Any]) -> TaskFields:
+async def _task_fields(task: TaskName, options: dict[str, Any]) -> TaskFields:
     fields = SCHEMAS[task].form.parse(options)
     if fields.stream:
         raise RequestError(
             "invalid_request", "A job is followed at /v1/jobs/{id}/events: leave stream out.", param="stream"
         )
-    fields.to_options()
+    await asyncio.to_thread(fields.to_options)
     return fields
 
 

@@ -41,7 +41,7 @@ class TaskCall:
 
     async def result(self, document: SentDocument) -> dict[str, Any]:
         name, path = await brought(document, self.sent.folder, self.state, self.run.owner)
-        return await self.run.result(path, name)
+        return await self.run.result(path, name, is_stored=document.is_stored)
 
 
 def _add_route(task: TaskName) -> None:
@@ -57,7 +57,9 @@ async def _answer(task: TaskName, request: Request, state: ServerState, owner: s
         cleanup.callback(sent.discard)
         fields = sent.fields
         state.model_name(fields.model)
-        call = TaskCall(TaskRun(state, owner, task, fields.to_options(), fields.no_cache), sent)
+        # A schema takes a while to check.
+        options = await asyncio.to_thread(fields.to_options)
+        call = TaskCall(TaskRun(state, owner, task, options, fields.no_cache), sent)
         timeout = state.settings.request_timeout
         if fields.stream:
             on_end = cleanup.pop_all().close
@@ -69,7 +71,7 @@ async def _answer(task: TaskName, request: Request, state: ServerState, owner: s
 
 async def _results(call: TaskCall) -> dict[str, Any]:
     documents = call.sent.documents
-    with call.state.gate.admit(len(documents), call.run.owner):
+    with call.state.document_gate.admit(len(documents), call.run.owner):
         if call.is_single:
             return await call.result(documents[0])
         return {"object": "list", "data": await asyncio.gather(*(_result_or_error(call, one) for one in documents))}
@@ -95,7 +97,7 @@ async def _frames(call: TaskCall) -> AsyncGenerator[str, None]:
     """Frames of all files, interleaved. A file that came alone and fails at once is an ordinary error."""
     queue: _Queue = asyncio.Queue()
     num_open = len(call.sent.documents)
-    with call.state.gate.admit(num_open, call.run.owner):
+    with call.state.document_gate.admit(num_open, call.run.owner):
         tasks = [asyncio.create_task(_work_off(call, index, queue)) for index in range(num_open)]
         try:
             is_first = True
@@ -130,7 +132,7 @@ async def _work_off(call: TaskCall, index: int, queue: _Queue) -> None:
 
     try:
         name, path = await brought(document, call.sent.folder, call.state, call.run.owner)
-        result = await call.run.result(path, name, tell)
+        result = await call.run.result(path, name, tell, is_stored=document.is_stored)
         queue.put_nowait(framed("result", {"result": result}))
     except Exception as error:
         known = as_mmserve_error(error)

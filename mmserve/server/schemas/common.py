@@ -188,6 +188,8 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorEnvelope, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
+# Where files or the database may be out of reach.
+STORAGE_STATUSES = (500, 503)
 ERROR_RESPONSES = error_responses(400, 404, 408, 413, 415, 422, 429, 500, 503, 504)
 COMPLETION_RESPONSES = {200: {"content": {**CHUNK_STREAM}}, **ERROR_RESPONSES}
 ACCESS_RESPONSES = error_responses(401, 403, 429)

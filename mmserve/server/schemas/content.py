@@ -13,7 +13,8 @@ MediaKind = Literal["image", "file"]
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A picture or a document that is still to be read: `source` is a URL, a data URL, or base64 alone.
+    """A picture or a document that is still to be read: `source` is a URL, a data URL, base64 alone, or with `is_id`
+    the name of a stored file.
 
     `where` is its place in the request, for errors.
     """
@@ -23,6 +24,7 @@ class MediaPart:
     source: str
     name: str | None = None
     detail: Detail = "auto"
+    is_id: bool = False
 
 
 Part = dict[str, str] | MediaPart
@@ -77,9 +79,9 @@ class ContentPart(BaseModel):
         given = self.file or FileContent(filename=self.filename, file_data=self.file_data, file_id=self.file_id)
         source = given.file_data or (None if self.file is not None else self.file_url)
         if source is None and given.file_id is not None:
-            raise _refused(where, "names a file_id, but no files are kept here: send the file as file_data.")
+            return MediaPart(where, "file", given.file_id, given.filename, self.detail or "auto", is_id=True)
         if source is None:
-            raise _refused(where, f"is of type {self.type} and has no file_data: send the file in base64.")
+            raise _refused(where, f"is of type {self.type} and has no file_data and no file_id: send it in base64.")
         return MediaPart(where, "file", source, given.filename, self.detail or "auto")
 
 

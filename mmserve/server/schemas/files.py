@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mmserve.server.schemas.common import RequestModel
+
 _EXAMPLE: dict[str, Any] = {
     "id": "file-3f1c9a4be2d84b0c9a7e1f7d52c6a810",
     "object": "file",
@@ -15,6 +17,12 @@ _EXAMPLE: dict[str, Any] = {
     "num_pages": 2,
     "sha256": "8d5e957f297893487bd98fa830fa6413e9b0f2c6e1a1b1a0a3b2b8a4c8a7a1f0",
 }
+
+
+class FileForm(RequestModel):
+    """A form's field beside the file."""
+
+    purpose: str | None = Field(None, description="Accepted and ignored.")
 
 
 class FileObject(BaseModel):

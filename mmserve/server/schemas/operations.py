@@ -7,11 +7,13 @@ from pydantic import BaseModel
 
 from mmserve.pipelines.tasks import TaskName
 from mmserve.server.schemas.common import EVENT_STREAM, error_responses
+from mmserve.server.schemas.files import FileForm
 from mmserve.server.schemas.jobs import JobForm, JobRequest
 from mmserve.server.schemas.results import AnswerResult, ExtractionResult, ResultList, SummaryResult, TranscriptResult
 from mmserve.server.schemas.tasks import SCHEMAS
 
 REFERENCE = "#/components/schemas/{model}"
+_FILE = {"type": "string", "format": "binary", "description": "The document."}
 _FILES = {
     "type": "array",
     "items": {"type": "string", "format": "binary"},
@@ -89,6 +91,10 @@ def _without_null(field: dict[str, Any]) -> dict[str, Any]:
     if len(kinds) != 1:
         return {**field, "anyOf": kinds} if kinds else field
     return {**kinds[0], **{name: value for name, value in field.items() if name != "anyOf"}}
+
+
+def file_body() -> dict[str, Any]:
+    return {"multipart/form-data": {"schema": form_schema(FileForm, {"file": _FILE}, required=["file"])}}
 
 
 def job_bodies() -> dict[str, Any]:

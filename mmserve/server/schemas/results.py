@@ -5,8 +5,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mmserve.pipelines.events import PageSource
 from mmserve.server.schemas.common import ErrorBody
-from mmserve.vision.page_types import TextSource
 
 Result = TypeVar("Result", bound=BaseModel)
 
@@ -20,7 +20,9 @@ class PageResult(BaseModel):
     """What was read of a page."""
 
     number: int
-    source: TextSource = Field(description="Where its text came from; none for a page read from its picture alone.")
+    source: PageSource = Field(
+        description="Where its text came from; none for a page without text, vision where the model wrote it down."
+    )
     is_blank: bool
     problem: PageProblem | None
     notes: list[str]
@@ -66,7 +68,7 @@ _READING: dict[str, Any] = {
 
 
 def _example(**own: Any) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"example": {**own, **_READING}})
+    return ConfigDict(json_schema_extra={"example": {**_READING, **own}})
 
 
 class SummaryResult(DocumentResult):
@@ -101,10 +103,31 @@ class AnswerResult(DocumentResult):
     num_dropped: int = Field(description="Statements of the model that no page supports; they are not in the text.")
 
 
+class ExtractedValue(BaseModel):
+    path: str = Field(description="Where in the data it stands, as a JSON pointer.")
+    value: Any
+    pages: list[int]
+    verified: bool = Field(description="Whether the pages say it.")
+
+
 class ExtractionResult(DocumentResult):
-    model_config = ConfigDict(extra="allow")
+    model_config = _example(
+        object="extraction",
+        data={"vendor": "Hallam Pumps", "date": None, "total": "1,284.50 EUR"},
+        values=[
+            {"path": "/vendor", "value": "Hallam Pumps", "pages": [1], "verified": True},
+            {"path": "/total", "value": "1,284.50 EUR", "pages": [1], "verified": True},
+        ],
+        valid=True,
+    )
 
     object: Literal["extraction"]
+    data: Any = Field(description="What was asked for; null where the document does not say.")
+    values: list[ExtractedValue]
+    valid: bool = Field(description="Whether the data fits the schema; if not, a warning says where.")
+
+
+_MARKDOWN = "# Invoice 42\n\n| Item | Price |\n| --- | --- |\n| Pump | 1,284.50 |"
 
 
 class TranscriptPage(PageResult):
@@ -114,7 +137,8 @@ class TranscriptPage(PageResult):
 class TranscriptResult(DocumentResult):
     model_config = _example(
         object="transcript",
-        text="<!-- page 1 -->\n\n# Invoice 42\n\n| Item | Price |\n| --- | --- |\n| Pump | 1,284.50 |",
+        text=f"<!-- page 1 -->\n\n{_MARKDOWN}",
+        pages=[{**_READING["pages"][0], "markdown": _MARKDOWN}],
     )
 
     object: Literal["transcript"]

@@ -61,6 +61,10 @@ export async function pictureUrl(path, signal) {
   return URL.createObjectURL(await (await request(path, { signal })).blob());
 }
 
+export async function getText(path, signal) {
+  return (await request(path, { signal })).text();
+}
+
 async function send(path, options) {
   const headers = new Headers(options.headers);
   if (apiKey) headers.set("Authorization", `Bearer ${apiKey}`);

@@ -2,11 +2,13 @@
 
 import { getJson, jobEvents, pictureUrl, postJson, request } from "./api.js";
 import { asMarkdown, citedText, download, element, renderResult } from "./render.js";
-import { openPage } from "./viewer.js";
+import { hasPictures, openPage } from "./viewer.js";
 
 const THUMBNAIL_WIDTH = 160;
 const MAX_THUMBNAILS = 40;
 const template = document.getElementById("card-template");
+/** All cards that have a document: deleting it ends each of them. */
+const cards = new Set();
 const DOING = { summarize: "Summarising", ask: "Looking for the answer", extract: "Extracting", transcribe: "Transcribing" };
 
 export class Card {
@@ -38,6 +40,7 @@ export class Card {
     try {
       this.say("Uploading…");
       this.file = await upload();
+      cards.add(this);
       this.showThumbnails();
       const { task, options } = this.order;
       this.jobId = (await postJson("v1/jobs", { task, file_ids: [this.file.id], options })).id;
@@ -59,6 +62,8 @@ export class Card {
 
   showProgress(event) {
     const bar = this.find("progress");
+    // After a restart of the server the text may come out otherwise, and begins anew.
+    if (event.event === "restarted") this.showText("");
     if (event.event === "document_opened") bar.max = Math.max(event.num_pages, 1);
     if (event.event === "page_read") {
       bar.max = Math.max(event.num_pages, 1);
@@ -117,15 +122,34 @@ export class Card {
     }
   }
 
+  /** The document goes with the results of all cards that have it, questions that were asked again included. */
   async delete() {
+    const sharing = [...cards].filter((card) => card.file.id === this.file.id);
     try {
-      await request(`v1/jobs/${this.jobId}`, { method: "DELETE" }).catch(ignoreGone);
+      for (const card of sharing) await card.deleteJob();
       await request(`v1/files/${this.file.id}`, { method: "DELETE" }).catch(ignoreGone);
-      this.leaving.abort();
-      this.root.remove();
+      for (const card of sharing) card.remove();
     } catch (error) {
       this.find(".error").textContent = error.message;
     }
+  }
+
+  async deleteJob() {
+    if (this.jobId === null) return;
+    try {
+      const path = `v1/jobs/${this.jobId}`;
+      const { deleted } = await getJson(path, { method: "DELETE" });
+      // A job that had not ended was cancelled by this; now it can be removed.
+      if (!deleted) await request(path, { method: "DELETE" });
+    } catch (error) {
+      ignoreGone(error);
+    }
+  }
+
+  remove() {
+    cards.delete(this);
+    this.leaving.abort();
+    this.root.remove();
   }
 
   /** A question about the same document is a card of its own, just above. */
@@ -144,6 +168,8 @@ export class Card {
 
   async showThumbnails() {
     const list = this.find(".pages");
+    list.hidden = !hasPictures(this.file);
+    if (list.hidden) return;
     for (let number = 1; number <= Math.min(this.file.num_pages, MAX_THUMBNAILS); number += 1) {
       list.append(element("li", {}, this.thumbnail(number)));
     }

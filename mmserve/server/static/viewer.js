@@ -1,17 +1,23 @@
-// One page of a document, large: opened by a citation or a thumbnail, leafed through with the arrow keys.
+// One page of a document, large: opened by a citation or a thumbnail, leafed through with the arrow keys. A text file
+// has no pages to draw and is shown as it is.
 
-import { pictureUrl } from "./api.js";
+import { getText, pictureUrl } from "./api.js";
 
 const WIDTH = 1400;
 const dialog = document.getElementById("viewer");
 const title = document.getElementById("viewer-title");
 const picture = document.getElementById("viewer-picture");
+const text = document.getElementById("viewer-text");
 const problem = document.getElementById("viewer-error");
 const previous = document.getElementById("viewer-previous");
 const next = document.getElementById("viewer-next");
 
 let shown = null;
 let loading = new AbortController();
+
+export function hasPictures(file) {
+  return !file.media_type.startsWith("text/");
+}
 
 export function openPage(file, number) {
   shown = { file, number };
@@ -24,11 +30,17 @@ async function draw() {
   loading.abort();
   loading = new AbortController();
   const { signal } = loading;
-  title.textContent = `${file.filename}, page ${number} of ${file.num_pages}`;
-  previous.disabled = number <= 1;
-  next.disabled = number >= file.num_pages;
+  const isDrawn = hasPictures(file);
+  title.textContent = isDrawn ? `${file.filename}, page ${number} of ${file.num_pages}` : file.filename;
+  previous.disabled = !isDrawn || number <= 1;
+  next.disabled = !isDrawn || number >= file.num_pages;
   problem.textContent = "";
   try {
+    if (!isDrawn) {
+      release();
+      text.textContent = await getText(`v1/files/${file.id}/content`, signal);
+      return;
+    }
     const url = await pictureUrl(`v1/files/${file.id}/pages/${number}?width=${WIDTH}`, signal);
     if (signal.aborted) return URL.revokeObjectURL(url);
     release();
@@ -46,11 +58,12 @@ function release() {
   if (picture.src) URL.revokeObjectURL(picture.src);
   picture.removeAttribute("src");
   picture.hidden = true;
+  text.textContent = "";
 }
 
 function leaf(step) {
   const number = shown.number + step;
-  if (number < 1 || number > shown.file.num_pages) return;
+  if (!hasPictures(shown.file) || number < 1 || number > shown.file.num_pages) return;
   shown = { ...shown, number };
   draw();
 }
