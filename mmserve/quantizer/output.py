@@ -71,14 +71,19 @@ def copy_side_files(source: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
-def write_shards(tensors: Iterable[tuple[str, torch.Tensor]], out: Path, *, max_bytes: int = SHARD_BYTES) -> None:
+def write_shards(tensors: Iterable[tuple[str, torch.Tensor]], out: Path, *, max_bytes: int) -> None:
     """`model.safetensors`, or several files with their index; no more than one file's tensors are held at once."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     num_bytes = total = 0
 
     def write() -> None:
-        save_file(held, out / _unfinished(len(shards)), metadata={"format": "pt"})
+        file = out / _unfinished(len(shards))
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(held, file, metadata={"format": "pt"})
+        # safetensors makes files that only their owner can read.
+        file.chmod(mode)
         shards.append(sorted(held))
         held.clear()
 

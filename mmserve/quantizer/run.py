@@ -13,7 +13,7 @@ from mmserve.errors import RequestError
 from mmserve.quantization.registry import quantization_config as stored_quantization
 from mmserve.quantizer.block import INPUTS, DecoderBlock, Tensors
 from mmserve.quantizer.layer_quantizer import QuantizedLayer, quantize_layer
-from mmserve.quantizer.output import copy_side_files, quantization_config, write_json, write_shards
+from mmserve.quantizer.output import SHARD_BYTES, copy_side_files, quantization_config, write_json, write_shards
 from mmserve.quantizer.partial import PartialRun
 from mmserve.quantizer.settings import QuantizeSettings
 from mmserve.quantizer.statistics import InputStatistics
@@ -74,7 +74,7 @@ class ModelQuantizer:
             digest.update(self._samples.numpy().tobytes())
         return {"digest": digest.hexdigest(), "dtype": str(self._dtype), **asdict(self._settings)}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, on_progress: Progress = lambda _done, _all: None) -> QuantizedModel:
         """Layers that an interrupted run has finished are not done again."""
         num_layers, resumed = self._config.num_layers, self._partial.num_layers_done
@@ -131,10 +131,12 @@ class ModelQuantizer:
         return self._partial.states(index, (*self._samples.shape, self._config.hidden_size))
 
     def _write(self) -> None:
-        write_shards(self._tensors(), self._out)
+        write_shards(self._tensors(), self._out, max_bytes=SHARD_BYTES)
         config = dict(self._checkpoint.config)
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"] = {**config["text_config"], "dtype": config["dtype"]}
         has_vision = self._config.vision is not None
         config["quantization_config"] = quantization_config(self._settings, has_vision=has_vision)
         if self._source is not None:
