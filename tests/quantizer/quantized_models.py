@@ -55,8 +55,13 @@ def our_logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
 def their_logprobs(folder: Path, ids: list[int], auto_class: str = "AutoModelForCausalLM") -> torch.Tensor:
     import transformers
 
+    config = transformers.AutoConfig.from_pretrained(str(folder))
+    weights = config.quantization_config["config_groups"]["group_0"]["weights"]
+    # Otherwise transformers 5.24 takes packed weights only where they have no zero points.
+    inputs = config.quantization_config["config_groups"]["group_0"]["input_activations"]
+    config.quantization_config["dequantize"] = not weights["symmetric"] or inputs is None
     model = getattr(transformers, auto_class).from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation="eager"
+        str(folder), config=config, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
         logits = model.eval()(torch.tensor([ids])).logits[0].float()
