@@ -1,8 +1,9 @@
 """`mmserve eval`: how good a model is, as one JSON object."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.console import Console
 from mmserve.commands.options import DocumentOptions, with_option_groups
 from mmserve.commands.progress import printable
 from mmserve.commands.texts import load_texts
-from mmserve.config import CacheConfig, DTypeName, EngineConfig, QuantizationName, SchedulerConfig
+from mmserve.config import DTypeName, EngineConfig, QuantizationName
 from mmserve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -57,41 +58,40 @@ def perplexity(
       mmserve eval perplexity smollm2-135m report.pdf
       mmserve eval perplexity ./smollm2-int4 texts/ --dtype float32
     """
-    console = Console(stderr=True, quiet=quiet or not Console(stderr=True).is_terminal, markup=False)
-    notes = Console(stderr=True, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
     with console.status("Reading texts") as status:
-        texts = load_texts(files, documents, status.update, lambda text: notes.print(printable(text)))
+        texts = load_texts(files, documents, status.update, lambda text: console.print(printable(text)))
         status.update(f"Loading {model}")
-        from mmserve.quantizer.perplexity import measure, open_runner
-        from mmserve.weights.checkpoint import open_checkpoint
-
-        checkpoint = open_checkpoint(model)
-        size = _window(window, checkpoint)
         config = EngineConfig(
-            model=model,
-            quantization=quantization,
-            dtype=dtype,
-            device=device,
-            num_threads=num_threads,
-            max_model_len=size,
-            enforce_eager=True,
-            cache=CacheConfig(enable_prefix_caching=False),
-            scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=size),
+            model=model, quantization=quantization, dtype=dtype, device=device, num_threads=num_threads
         )
-        step = size // 2 if stride is None else stride
-        runner = open_runner(config, checkpoint)
-        status.update("Measuring")
-        result = measure(texts, checkpoint.tokenizer(), runner, size=size, stride=step)
-    about = {
-        "model": model,
+        answer = _measured(config, texts, window, stride, lambda: status.update("Measuring"))
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def _measured(
+    config: EngineConfig, texts: list[str], window: int | None, stride: int | None, on_loaded: Callable[[], None]
+) -> dict[str, Any]:
+    from mmserve.quantizer.perplexity import measure, open_runner
+    from mmserve.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(config.model)
+    size = _window(window, checkpoint)
+    step = max(size // 2, 1) if stride is None else stride
+    runner = open_runner(config, checkpoint, window=size)
+    on_loaded()
+    result = measure(texts, checkpoint.tokenizer(), runner, size=size, stride=step)
+    return {
+        "object": "perplexity",
+        "model": config.model,
         "num_texts": len(texts),
         "window": size,
         "stride": step,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "device": str(runner.device),
         "model_bytes": runner.num_weight_bytes,
+        **result.to_dict(),
     }
-    typer.echo(json.dumps({"object": "perplexity", **about, **result.to_dict()}, indent=2))
 
 
 def _window(asked: int | None, checkpoint: "Checkpoint") -> int:

@@ -2,8 +2,10 @@
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -56,13 +58,12 @@ def quantize(
 
     awq and gptq see what the model does with the calibration texts, which are read as documents are everywhere else;
     the others need none. One layer is in memory at a time, and an interrupted run goes on where it was when it is
-    given again. The embeddings, the output layer, and all of a vision-language model but its decoder stay as they are.
+    given again. Embeddings, output layer, and all of a vision-language model but its decoder stay as they are.
 
     \b
     Examples:
-      mmserve quantize ./Qwen3-4B --scheme awq --calibration invoices/ --calibration letters/ -o Qwen3-4B-awq
+      mmserve quantize ./Qwen3-4B --scheme awq --calibration invoices/ -o Qwen3-4B-awq
       mmserve quantize ./Qwen3-4B --scheme fp8 -o Qwen3-4B-fp8
-      mmserve eval perplexity ./Qwen3-4B-awq held-out.pdf
     """
     settings = QuantizeSettings(
         scheme=scheme,
@@ -74,52 +75,72 @@ def quantize(
         seq_len=seq_len,
         seed=seed,
     )
-    if settings.is_calibrated and not calibration:
-        message = f"--scheme {scheme} needs texts: give --calibration DIR|FILE"
-        raise RequestError("invalid_request", message, param="calibration")
-    if not settings.is_calibrated and calibration:
-        message = f"--scheme {scheme} looks at weights alone: leave --calibration out"
-        raise RequestError("invalid_request", message, param="calibration")
+    _check_calibration(settings, calibration)
     console = Console(stderr=True, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
-    from mmserve.engine.model_runner import choose_device
-    from mmserve.quantizer.run import ModelQuantizer
-    from mmserve.weights.checkpoint import open_checkpoint
-
     with ending_like_interrupted(), console.status("Reading texts") as status:
-        texts = (
-            load_texts(calibration, documents, status.update, lambda text: console.print(printable(text)))
-            if calibration
-            else []
-        )
-        path = hub.resolve(model)
-        checkpoint = open_checkpoint(os.fspath(path))
-        quantizer = ModelQuantizer(
-            checkpoint,
-            settings,
-            _samples(texts, checkpoint, settings, console) if texts else None,
-            output,
-            source=path if path.is_dir() else None,
-            dtype=output_dtype(dtype, str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))),
-            device=choose_device(device),
-        )
+        note = _printing(console)
+        texts = load_texts(calibration, documents, status.update, note) if calibration else []
+        job = _Job(model, output, settings, dtype, device)
         try:
-            result = quantizer.run(lambda done, all_: status.update(f"Quantizing: {done} of {all_} layers done"))
+            answer = job.run(texts, status.update, note)
         except KeyboardInterrupt:
             console.print("Interrupted. The layers that are done are kept: give the same command to go on.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
-    about = {
-        "path": os.fspath(result.path),
-        "scheme": scheme,
-        "num_layers": result.num_layers,
-        "num_layers_resumed": result.num_layers_resumed,
-        "num_samples": result.num_samples,
-        "num_bytes": result.num_bytes,
-    }
-    typer.echo(json.dumps({"object": "quantized_model", **about}, indent=2))
+    typer.echo(json.dumps(answer, indent=2))
+
+
+def _printing(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(printable(text))
+
+
+def _check_calibration(settings: QuantizeSettings, calibration: list[Path] | None) -> None:
+    message = None
+    if settings.is_calibrated and not calibration:
+        message = f"--scheme {settings.scheme} needs texts: give --calibration DIR|FILE"
+    elif not settings.is_calibrated and calibration:
+        message = f"--scheme {settings.scheme} looks at weights alone: leave --calibration out"
+    if message is not None:
+        raise RequestError("invalid_request", message, param="calibration")
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: str
+    output: Path
+    settings: QuantizeSettings
+    dtype: OutputDType
+    device: str
+
+    def run(self, texts: list[str], tell: Callable[[str], None], note: Callable[[str], None]) -> dict[str, Any]:
+        from mmserve.engine.model_runner import choose_device
+        from mmserve.quantizer.run import ModelQuantizer
+        from mmserve.weights.checkpoint import open_checkpoint
+
+        path = hub.resolve(self.model)
+        checkpoint = open_checkpoint(os.fspath(path))
+        stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
+        result = ModelQuantizer(
+            checkpoint,
+            self.settings,
+            _samples(texts, checkpoint, self.settings, note) if texts else None,
+            self.output,
+            source=path if path.is_dir() else None,
+            dtype=output_dtype(self.dtype, stored),
+            device=choose_device(self.device),
+        ).run(lambda done, num_layers: tell(f"Quantizing: {done} of {num_layers} layers done"))
+        return {
+            "object": "quantized_model",
+            "path": os.fspath(result.path),
+            "scheme": self.settings.scheme,
+            "num_layers": result.num_layers,
+            "num_layers_resumed": result.num_layers_resumed,
+            "num_samples": result.num_samples,
+            "num_bytes": result.num_bytes,
+        }
 
 
 def _samples(
-    texts: list[str], checkpoint: "Checkpoint", settings: QuantizeSettings, console: Console
+    texts: list[str], checkpoint: "Checkpoint", settings: QuantizeSettings, note: Callable[[str], None]
 ) -> "torch.Tensor":
     from mmserve.quantizer.texts import samples_of
 
@@ -131,5 +152,5 @@ def _samples(
         seed=settings.seed,
     )
     if len(samples) < settings.num_samples:
-        console.print(f"The texts are enough for {len(samples)} of {settings.num_samples} samples.")
+        note(f"The texts are enough for {len(samples)} of {settings.num_samples} samples.")
     return samples

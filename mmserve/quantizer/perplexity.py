@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from mmserve.cache.encoder_cache import EncoderCache
-from mmserve.config import EngineConfig
+from mmserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from mmserve.engine.model_runner import ModelRunner
 from mmserve.errors import RequestError
 from mmserve.weights.checkpoint import Checkpoint
@@ -70,6 +70,13 @@ def measure(texts: Sequence[str], tokenizer: Tokenizer, scorer: PromptScorer, *,
     return Perplexity(num_tokens, num_bytes, loss, perplexity, total / math.log(2) / max(num_bytes, 1))
 
 
-def open_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
-    """The engine's own, without its queue: what is measured is what will serve."""
+def open_runner(config: EngineConfig, checkpoint: Checkpoint, *, window: int) -> ModelRunner:
+    """The engine's own, for one prompt of `window` tokens at a time: what is measured is what will serve."""
+    config = replace(
+        config,
+        max_model_len=window,
+        enforce_eager=True,
+        cache=CacheConfig(enable_prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=window),
+    )
     return ModelRunner(config, checkpoint, EncoderCache(config.scheduler.encoder_cache_tokens))

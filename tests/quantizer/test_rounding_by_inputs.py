@@ -27,7 +27,7 @@ def inputs(num_tokens: int = 2000) -> InputStatistics:
     mixed += 0.3 * torch.randn(num_tokens, IN, generator=generator)
     mixed *= torch.where(torch.rand(IN, generator=generator) < 0.03, 20.0, 1.0)
     statistics = InputStatistics.empty(IN, torch.device("cpu"))
-    for part in mixed.split(300):
+    for part in torch.split(mixed, 300):
         statistics.add(part)
     return statistics
 
@@ -92,7 +92,7 @@ def test_gptq_with_fewer_tokens_than_columns() -> None:
 def test_statistics_do_not_depend_on_how_tokens_come() -> None:
     x = torch.randn(40, 6, dtype=torch.float32, generator=torch.Generator().manual_seed(3))
     known = InputStatistics.empty(6, torch.device("cpu"))
-    for part in x.split((1, 30, 9)):
+    for part in torch.split(x, [1, 30, 9]):
         known.add(part[None])
     assert torch.allclose(known.gram, x.T @ x / 40, atol=1e-6)
     assert torch.allclose(known.magnitudes, x.abs().mean(0), atol=1e-6)
