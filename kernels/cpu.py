@@ -66,9 +66,7 @@ def gather_rows(block_ids: IntArray, num_kv_heads: int) -> torch.Tensor:
     return torch.from_numpy(block_ids[None, :, None] * (2 * num_kv_heads) + heads)
 
 
-def gather_kv(
-    kv_cache: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_kv(kv_cache: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V in `dtype`, contiguous `[B * KV, L, D]` each, at `gather_rows`."""
     block_size, head_dim = kv_cache.shape[-2:]
     stored = kv_cache.view(torch.uint8) if kv_cache.dtype is torch.float8_e4m3fn else kv_cache

@@ -33,6 +33,8 @@ COMMANDS: Mapping[str, str] = {
     "chat": "Talk to the model.",
     "serve": "Answer over HTTP, with OpenAI's protocol beside that for documents.",
     "pull": "Fetch a model, so that later commands find it.",
+    "quantize": "Make a model smaller: int4, int8 or FP8 weights.",
+    "eval": "Measure how well a model predicts texts.",
     "bench": "Measure the engine's speed.",
 }
 _COMPLETION_OPTIONS = frozenset({"install_completion", "show_completion"})

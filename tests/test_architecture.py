@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commands",),
     ("server",),
     ("jobs",),
-    ("pipelines", "bench"),
+    ("pipelines", "bench", "quantizer"),
     ("llm",),
     ("engine",),
     ("cache",),

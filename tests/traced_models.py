@@ -183,6 +183,9 @@ class MemoryCheckpoint:
         check_shape(name, self._weights[name].shape, shape or self._weights[name].shape)
         return self._weights[name].detach()
 
+    def stored_name(self, name: str) -> str:
+        return name
+
     def quantized(self, name: str) -> None:
         return None
 

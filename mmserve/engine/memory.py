@@ -73,3 +73,33 @@ def fit_context(config: EngineConfig, wanted: int, num_bytes: int, bytes_per_blo
             " lower --max-model-len, --max-num-batched-tokens or --max-num-seqs",
         )
     return min(wanted, num_blocks * block_size), num_blocks
+
+
+def tensor_bytes(root: object) -> int:
+    """Memory of all tensors that an object of this package holds, directly or through others; what is shared, once."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            key, size = _storage(item)
+            found[key] = size
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
+        elif type(item).__module__.startswith("mmserve."):
+            waiting.append(getattr(item, "__dict__", {}))
+    return sum(found.values())
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    # What oneDNN has packed has no storage to ask.
+    return id(tensor), tensor.numel() * tensor.element_size()

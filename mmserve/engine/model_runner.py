@@ -12,7 +12,7 @@ from mmserve.cache.encoder_cache import EncoderCache
 from mmserve.cache.kv_cache import KVCache
 from mmserve.config import DTypeName, EngineConfig, KVCacheDTypeName, ModelConfig
 from mmserve.engine.encoder_runner import EncoderRunner, Seconds, no_time
-from mmserve.engine.memory import cache_bytes, fit_context, keeps_dense_copy, wanted_context
+from mmserve.engine.memory import cache_bytes, fit_context, keeps_dense_copy, tensor_bytes, wanted_context
 from mmserve.engine.sampler import PendingTokens, Sampler
 from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.engine.step_inputs import InputBuilder, StepInputs
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # By which the scales of an FP8 cache are found.
 _CALIBRATION_TOKENS = 256
+# Rows of logits that are held at once while a prompt is measured.
+_LOGPROB_ROWS = 256
 
 
 class PendingStep:
@@ -115,6 +117,30 @@ class ModelRunner:
         except FileNotFoundError as error:
             message = "a picture's pixels are gone from shared memory: does another program clear /dev/shm?"
             raise EngineError("internal_error", message) from error
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, token_ids: list[int], first: int) -> torch.Tensor:
+        """Log-probability of each token from the `first` (at least 1) on, given all before: float32 `[T - first]`.
+
+        For measuring: writes to the start of the KV cache, which nothing else may be using. T is at most what a step
+        may have.
+        """
+        num_tokens = len(token_ids)
+        blocks = list(range(-(-num_tokens // self.block_size)))
+        sequence = Sequence("prompt", token_ids, SamplingParams(), block_ids=blocks)
+        hidden = self._forward(self._inputs.build((advance(sequence, num_tokens),), {}))
+        targets = torch.tensor(token_ids, device=self.device)
+        parts = []
+        for start in range(first, num_tokens, _LOGPROB_ROWS):
+            end = min(start + _LOGPROB_ROWS, num_tokens)
+            logprobs = self._model.logits(hidden[start - 1 : end - 1]).float().log_softmax(-1)
+            parts.append(logprobs.gather(1, targets[start:end, None])[:, 0])
+        return torch.cat(parts).cpu()
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """What the model's tensors take in memory, in whatever form they are held."""
+        return tensor_bytes(self._model)
 
     def _launch(self, batch: ScheduledBatch) -> PendingStep:
         encoder_seconds = self.encoder.encode(batch.images)

@@ -44,6 +44,9 @@ class Checkpoint(Protocol):
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name."""
 
+    def stored_name(self, name: str) -> str:
+        """What the file itself calls a tensor, where that is a Hugging Face name of some kind, else `name`."""
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """In the file's own dtype (float32 where it was quantised). `SetupError` if absent or not of `shape`."""
 

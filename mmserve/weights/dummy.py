@@ -81,6 +81,9 @@ class DummyCheckpoint:
         method = self.config.get("quantization_config", {}).get("quant_method")
         return name.startswith(_DECODER_LAYERS) and name.endswith(_STORED_PARTS.get(method, ()))
 
+    def stored_name(self, name: str) -> str:
+        return name
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         if name.endswith(".weight_scale"):
             return torch.full(shape or (1,), self._scale, device=self._device)

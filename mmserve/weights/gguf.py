@@ -63,6 +63,9 @@ class GGUFCheckpoint:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
+    def stored_name(self, name: str) -> str:
+        return name
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         info = self._tensors.get(name)
         if info is None:

@@ -44,6 +44,9 @@ class SafetensorsCheckpoint:
     def has(self, name: str) -> bool:
         return name in self._places
 
+    def stored_name(self, name: str) -> str:
+        return self._places[name][1]
+
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         if name not in self._places:
             raise missing_weight(name)

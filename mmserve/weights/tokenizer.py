@@ -1,7 +1,9 @@
 """Text <-> token ids, on the `tokenizers` library directly: importing transformers would take seconds."""
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -42,6 +44,16 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         eos = self._id_of("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids]))
+
+    def save(self, folder: Path) -> None:
+        """As files that transformers, too, reads: `tokenizer.json`, its settings, and the chat template."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special_tokens}
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(settings, ensure_ascii=False, indent=2) + "\n", "utf-8"
+        )
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, "utf-8")
 
     def _id_of(self, special_name: str) -> int | None:
         content = self._special_tokens.get(special_name)

@@ -1,0 +1,63 @@
+"""Finished layers of a run that may be interrupted, in `OUT/.partial`."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mmserve.errors import RequestError
+from mmserve.quantizer.states import HiddenStates
+
+FOLDER_NAME = ".partial"
+
+
+class PartialRun:
+    """Layers are kept under their numbers, and beside them the hidden states that the next one starts from."""
+
+    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
+        """Raises `RequestError` where `out` holds something else than a run of this `identity`."""
+        self._folder = out / FOLDER_NAME
+        self._identity_file = self._folder / "run.json"
+        if self._identity_file.is_file():
+            if json.loads(self._identity_file.read_text()) != dict(identity):
+                raise RequestError(
+                    "invalid_request",
+                    f"{self._folder} holds an unfinished run of another model, scheme or calibration: "
+                    "remove it, or give another folder",
+                    param="output",
+                )
+        else:
+            if out.exists() and any(out.iterdir()):
+                raise RequestError("invalid_request", f"{out} is not empty: give a new folder", param="output")
+            self._folder.mkdir(parents=True)
+            self._identity_file.write_text(json.dumps(dict(identity)))
+
+    @property
+    def num_layers_done(self) -> int:
+        count = 0
+        while self._layer_file(count).is_file():
+            count += 1
+        return count
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        return load_file(self._layer_file(index))
+
+    def keep_layer(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Call it when the states after the layer are there: from then on the layer counts as done."""
+        unfinished = self._folder / "unfinished"
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, unfinished)
+        unfinished.replace(self._layer_file(index))
+
+    def states(self, index: int, shape: tuple[int, int, int]) -> HiddenStates:
+        """Those that layer `index` starts from."""
+        return HiddenStates(self._folder / f"states-{index}.bin", shape)
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder)
+
+    def _layer_file(self, index: int) -> Path:
+        return self._folder / f"layer-{index}.safetensors"

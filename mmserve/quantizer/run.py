@@ -1,0 +1,203 @@
+"""A whole model, a layer at a time: what calibration shows of a layer, its quantized form, its outputs for the next."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmserve.config import ModelConfig
+from mmserve.errors import RequestError
+from mmserve.quantization.registry import quantization_config as stored_quantization
+from mmserve.quantizer.block import INPUTS, DecoderBlock, Tensors
+from mmserve.quantizer.layer_quantizer import QuantizedLayer, quantize_layer
+from mmserve.quantizer.output import SHARD_BYTES, copy_side_files, quantization_config, write_json, write_shards
+from mmserve.quantizer.partial import PartialRun
+from mmserve.quantizer.settings import QuantizeSettings
+from mmserve.quantizer.statistics import InputStatistics
+from mmserve.weights.checkpoint import Checkpoint
+
+# Tokens that are computed together.
+_BATCH_TOKENS = 4096
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """What has become of a model; sizes in bytes of its files of weights."""
+
+    path: Path
+    num_layers: int
+    num_layers_resumed: int
+    num_samples: int
+    num_bytes: int
+
+
+class ModelQuantizer:
+    """Writes `checkpoint`, quantized, to the folder `out`.
+
+    `samples` are token ids `[N, S]`, which calibrated schemes need; `source` is the folder whose tokenizer and
+    settings are copied, None where the checkpoint's own are to be written.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        settings: QuantizeSettings,
+        samples: torch.Tensor | None,
+        out: Path,
+        *,
+        source: Path | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Raises `RequestError` for what cannot be done, `SetupError` for a model that is not served."""
+        self._checkpoint = checkpoint
+        self._settings = settings
+        self._samples = samples if settings.is_calibrated else None
+        self._out = out
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        self._layer_names = _names_by_layer(checkpoint, self._config.num_layers)
+        _check(checkpoint.config, self._config, settings, self._samples)
+        self._partial = PartialRun(out, self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        digest.update(repr(sorted(self._checkpoint.config.items())).encode())
+        digest.update(self._checkpoint.tensor("model.layers.0.input_layernorm.weight").float().numpy().tobytes())
+        if self._samples is not None:
+            digest.update(self._samples.numpy().tobytes())
+        return {"digest": digest.hexdigest(), "dtype": str(self._dtype), **asdict(self._settings)}
+
+    @torch.no_grad()
+    def run(self, on_progress: Progress = lambda _done, _all: None) -> QuantizedModel:
+        """Layers that an interrupted run has finished are not done again."""
+        num_layers, resumed = self._config.num_layers, self._partial.num_layers_done
+        for index in range(resumed, num_layers):
+            on_progress(index, num_layers)
+            self._partial.keep_layer(index, self._quantize(index).stored)
+            if index and self._samples is not None:
+                self._states(index - 1).remove()
+        on_progress(num_layers, num_layers)
+        self._write()
+        num_bytes = sum(path.stat().st_size for path in self._out.glob("*.safetensors"))
+        num_samples = 0 if self._samples is None else len(self._samples)
+        self._partial.remove()
+        return QuantizedModel(self._out, num_layers, resumed, num_samples, num_bytes)
+
+    def _quantize(self, index: int) -> QuantizedLayer:
+        tensors = {
+            inside: self._checkpoint.tensor(name).to(self._device, torch.float32)
+            for inside, name in self._layer_names[index].items()
+        }
+        if self._samples is None:
+            return quantize_layer(tensors, {}, self._config, self._settings, self._dtype)
+        if index == 0:
+            self._embed(self._samples)
+        block = DecoderBlock(self._config, self._samples.shape[1], self._device)
+        statistics = self._watched(block, tensors, index)
+        layer = quantize_layer(tensors, statistics, self._config, self._settings, self._dtype)
+        after = self._states(index + 1).tensor
+        for rows, x in self._batches(index):
+            after[rows] = block(x, layer.computed).cpu()
+        return layer
+
+    def _embed(self, samples: torch.Tensor) -> None:
+        embedding, states = self._checkpoint.tensor("model.embed_tokens.weight"), self._states(0).tensor
+        for i, ids in enumerate(samples):
+            states[i] = embedding[ids].float()
+
+    def _watched(self, block: DecoderBlock, tensors: Tensors, index: int) -> Mapping[str, InputStatistics]:
+        sizes = {group: tensors[f"{names[0]}.weight"].shape[1] for group, names in INPUTS.items()}
+        statistics = {group: InputStatistics.empty(size, self._device) for group, size in sizes.items()}
+        for _, x in self._batches(index):
+            block(x, tensors, lambda group, inputs: statistics[group].add(inputs))
+        return statistics
+
+    def _batches(self, index: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        states = self._states(index).tensor
+        size = max(_BATCH_TOKENS // states.shape[1], 1)
+        for start in range(0, len(states), size):
+            rows = slice(start, start + size)
+            yield rows, states[rows].to(self._device)
+
+    def _states(self, index: int) -> Any:
+        assert self._samples is not None
+        return self._partial.states(index, (*self._samples.shape, self._config.hidden_size))
+
+    def _write(self) -> None:
+        write_shards(self._tensors(), self._out, max_bytes=SHARD_BYTES)
+        config = dict(self._checkpoint.config)
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self._dtype).removeprefix("torch.")
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"] = {**config["text_config"], "dtype": config["dtype"]}
+        has_vision = self._config.vision is not None
+        config["quantization_config"] = quantization_config(self._settings, has_vision=has_vision)
+        if self._source is not None:
+            copy_side_files(self._source, self._out)
+        else:
+            self._checkpoint.tokenizer().save(self._out)
+            ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
+            write_json(self._out / "generation_config.json", ends)
+        # What makes the folder a model comes last.
+        write_json(self._out / "config.json", config)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        in_layers = {name for names in self._layer_names for name in names.values()}
+        for name in sorted(self._checkpoint.names() - in_layers):
+            tensor = self._checkpoint.tensor(name)
+            yield self._stored_name(name), tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        for index, names in enumerate(self._layer_names):
+            prefix = self._stored_name(names["input_layernorm.weight"]).removesuffix("input_layernorm.weight")
+            for inside, tensor in self._partial.layer(index).items():
+                yield prefix + inside, tensor
+
+    def _stored_name(self, name: str) -> str:
+        return self._checkpoint.stored_name(name)
+
+
+def _names_by_layer(checkpoint: Checkpoint, num_layers: int) -> list[dict[str, str]]:
+    """For each layer: the name inside it -> the checkpoint's."""
+    layers: list[dict[str, str]] = [{} for _ in range(num_layers)]
+    for name in sorted(checkpoint.names()):
+        prefix, _, rest = name.partition("model.layers.")
+        number, _, inside = rest.partition(".")
+        if not prefix and number.isdecimal() and int(number) < num_layers and "rotary_emb" not in inside:
+            layers[int(number)][inside] = name
+    return layers
+
+
+def _check(
+    stored: Mapping[str, Any], config: ModelConfig, settings: QuantizeSettings, samples: torch.Tensor | None
+) -> None:
+    if stored_quantization(stored) is not None:
+        raise RequestError(
+            "invalid_request", "this model is quantized already: give the one in full precision", param="model"
+        )
+    sizes = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
+    uneven = sorted(size for size in sizes if size % settings.group_size)
+    if settings.is_grouped and uneven:
+        raise RequestError(
+            "invalid_request",
+            f"--group-size {settings.group_size} does not divide this model's rows of {uneven[0]} weights: "
+            "take a smaller one",
+            param="group_size",
+        )
+    if not settings.is_calibrated:
+        return
+    if samples is None:
+        raise RequestError(
+            "invalid_request", f"--scheme {settings.scheme} needs texts: give --calibration", param="calibration"
+        )
+    if samples.shape[1] > config.max_context:
+        raise RequestError(
+            "invalid_request",
+            f"--seq-len {samples.shape[1]} exceeds the model's context of {config.max_context} tokens",
+            param="seq_len",
+        )
