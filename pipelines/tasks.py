@@ -62,10 +62,22 @@ class Task:
         unknown = sorted(values.keys() - known)
         if unknown:
             raise RequestError("invalid_request", f"there is no option {unknown[0]!r} here", param=unknown[0])
+        for name, value in values.items():
+            if isinstance(value, str) and not _is_text(value):
+                raise RequestError("invalid_request", f"{name} has bytes that are no text in UTF-8", param=name)
         try:
             return self.options_type(**values)
         except TypeError as error:
             raise RequestError("invalid_request", f"the options do not fit: {error}") from None
+
+
+def _is_text(value: str) -> bool:
+    """A command line has halves of surrogate pairs for bytes that it could not read."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 TASKS: Mapping[TaskName, Task] = MappingProxyType(

@@ -58,10 +58,20 @@ class RemoteOptions:
         """Raises `RequestError` for options that do not go together."""
         if self.no_cache and self.server is None:
             raise RequestError("invalid_request", "--no-cache goes with --server: only a server has a cache of results")
-        if self.server is not None and httpx.URL(self.server).scheme not in ("http", "https"):
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise RequestError("invalid_request", "--api-key has visible characters of ASCII only")
+        if self.server is not None and not _is_http(self.server):
             raise RequestError(
                 "invalid_request", f"--server needs a URL such as http://localhost:8000, not {self.server}"
             )
+
+
+def _is_http(url: str) -> bool:
+    try:
+        target = httpx.URL(url)
+        return target.scheme in ("http", "https") and bool(target.host)
+    except (httpx.InvalidURL, ValueError):
+        return False
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,9 @@ def test_no_server_is_a_sentence(url: str) -> None:
     ("arguments", "sentence"),
     [
         (["--server", "localhost:8000"], "--server needs a URL"),
+        (["--server", "http://[::1"], "--server needs a URL"),
+        (["--server", "http://localhost:1", "--api-key", "é"], "--api-key has visible"),
+        (["--server", "http://localhost:1", "--prompt", "\udcff"], "prompt has bytes that are no text"),
         (["--no-cache"], "--no-cache goes with --server"),
     ],
 )
