@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from served_process import ServedProcess, served_process
 Kind = Literal["chat", "document"]
 _TIMEOUT_SECONDS = 300
 # Large enough for the engine, and not what is around it, to set the capacity.
-_MODEL: dict[str, Any] = {
+_MODEL: Mapping[str, Any] = {
     "max_position_embeddings": 8192,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -155,7 +155,8 @@ class Watch:
             yield
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            with suppress(asyncio.CancelledError):
+                await task
 
     def _look(self) -> dict[str, Any]:
         return {

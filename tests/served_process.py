@@ -31,7 +31,7 @@ class ServedProcess:
             env={**os.environ, **environment},
         )
         self.root = psutil.Process(self._process.pid)
-        self._http = httpx.Client(timeout=60, trust_env=False)
+        self._http = httpx.Client(timeout=60, trust_env=False, headers={"Connection": "close"})
         self._kinds: dict[int, str] = {}
         self.log: deque[str] = deque(maxlen=2000)
         self._reader = threading.Thread(target=self._read_log, daemon=True)
