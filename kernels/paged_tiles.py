@@ -104,7 +104,8 @@ def attend(
 ):
     """Go on with the softmax over keys `first .. end` (first: a block's start; unmasked: whole tiles only).
 
-    p_keys: the head's keys in block 0, in q's precision or in FP8. scale: that of the scores times log2(e), for softmax by powers of 2 (Dao 2023).
+    p_keys: the head's keys in block 0, in q's precision or in FP8. scale: that of the scores times log2(e), for softmax
+    by powers of 2 (Dao 2023).
     """
     BLOCK_D: tl.constexpr = b_q.shape[1]
     o_n = tl.arange(0, BLOCK_N)
