@@ -26,7 +26,7 @@ class Mortal:
     def read_without_ocr(self, _document: Document, numbers: Sequence[int], _form: PageForm) -> list[Page | None]:
         return [None] * len(numbers)
 
-    def read_page(self, _document: Document, number: int, _form: PageForm) -> Page:
+    def read_page(self, _document: Document, number: int, _form: PageForm = "text") -> Page:
         if number in self._deadly and not (number == self._deadly[0] and self._flag.exists()):
             self._flag.touch()
             die()
