@@ -1,9 +1,11 @@
 """`mmserve ... --server`: the command line against a server on a real socket, whose engine answers by script."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -207,7 +209,8 @@ class Answers:
 
 class Serving(LiveServer):
     def __init__(self, app: FastAPI) -> None:
-        app.state.server = type("State", (), {"drain": type("Drain", (), {"begin": lambda *_: None})()})()
+        drain = SimpleNamespace(begin=lambda _seconds: None)
+        app.state.server = SimpleNamespace(drain=drain, jobs=contextlib.nullcontext())
         super().__init__(app, ServerSettings(shutdown_timeout=0.2))
         assert isinstance(self.server, DrainingServer)
 

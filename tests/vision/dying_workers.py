@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmserve.vision.page_types import Document, Page
+from mmserve.vision.page_types import Document, Page, PageForm
 from mmserve.vision.page_workers import Opened
 
 
@@ -23,10 +23,10 @@ class Mortal:
     def open(self, _path: Path, _name: str, _media_type: str) -> Opened:
         return Opened(4)
 
-    def read_without_ocr(self, _document: Document, numbers: Sequence[int]) -> list[Page | None]:
+    def read_without_ocr(self, _document: Document, numbers: Sequence[int], _form: PageForm) -> list[Page | None]:
         return [None] * len(numbers)
 
-    def read_page(self, _document: Document, number: int) -> Page:
+    def read_page(self, _document: Document, number: int, _form: PageForm = "text") -> Page:
         if number in self._deadly and not (number == self._deadly[0] and self._flag.exists()):
             self._flag.touch()
             die()
