@@ -128,6 +128,11 @@ def paged_attention_chunk(
     return causal_attention(q, k[:, :context_len], v[:, :context_len], scale)
 
 
+# Torch compiles its fused attention in bfloat16 for every length and keeps that for ever: 142 MiB for 300 lengths of 4
+# heads of 64, 8 MiB if lengths are multiples of 64. The padding takes up to a tenth more time.
+_LENGTH_STEP = 64
+
+
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float
 ) -> torch.Tensor:
@@ -141,7 +146,19 @@ def varlen_attention(
         count = sum(1 for _ in run)
         rows = slice(start, start + count * length)
         batch_q, batch_k, batch_v = (x[rows].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(batch_q, batch_k, batch_v, scale=scale)
-        out[rows] = attended.transpose(1, 2).flatten(0, 1)
+        out[rows] = _attend(batch_q, batch_k, batch_v, scale).transpose(1, 2).flatten(0, 1)
         start = rows.stop
     return out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """q, k, v `[N, H, L, D]` -> `[N, H, L, D]`, padded where torch would keep what it compiles for each length."""
+    length = q.shape[2]
+    num_missing = -length % _LENGTH_STEP
+    if q.dtype is not torch.bfloat16 or length < _LENGTH_STEP or num_missing == 0:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    q, k, v = (F.pad(x, (0, 0, 0, num_missing)) for x in (q, k, v))
+    mask = torch.zeros(length + num_missing, dtype=q.dtype)
+    mask[length:] = float("-inf")
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(len(mask), -1), scale=scale)
+    return attended[:, :, :length]

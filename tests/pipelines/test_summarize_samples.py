@@ -15,7 +15,7 @@ from mmserve.pipelines.summary import Summary
 from mmserve.vision.pages import PageLimits, PageReader
 
 SAMPLES = Path(__file__).parents[2] / "samples"
-NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.suffix != ".md")
+NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.suffix not in (".md", ".json"))
 
 
 async def _summaries(model: str) -> tuple[dict[str, Summary], dict[str, dict[int, str]]]:

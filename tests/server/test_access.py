@@ -15,6 +15,7 @@ from scripted_engine import ScriptedEngine
 
 from mmserve.errors import RequestError
 from mmserve.server.access import KeyRing, RequireKey
+from mmserve.server.logs import ACCESS_LOGGER
 from mmserve.server.settings import AccessSettings
 
 CHAT = "/v1/chat/completions"
@@ -298,7 +299,8 @@ def test_keys_of_the_variable_and_of_the_file_go_together(tmp_path: Path) -> Non
 
 
 def test_no_key_is_in_a_log_or_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    for logger in (None, "mmserve", ACCESS_LOGGER):
+        caplog.set_level(logging.DEBUG, logger)
     wrong = "wrong-0123456789abcdef"
     answers = []
     with serving(ScriptedEngine(failure=RuntimeError("inside")), access=with_keys()) as server:
