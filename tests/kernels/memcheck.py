@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from kernel_checks import DEVICE, randn, relative_error
 
-from mmserve.kernels import reference
+from mmserve.kernels import reference, reference_quant
 
 # The interpreter multiplies no bfloat16.
 DTYPE, TOLERANCE = (torch.bfloat16, 1e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-4)
@@ -209,6 +209,42 @@ def resample() -> Pairs:
     return [(kernel(image, starts, weights, 22), reference.resample(image, starts, weights, 22))]
 
 
+def int4_matmul() -> Pairs:
+    """One row, a few and many; the last tile reaches beyond the last column."""
+    from mmserve.kernels import int4_matmul as kernels
+
+    words = kernels.tile_int4(torch.randint(0, 16, (70, 96), device=DEVICE, dtype=torch.uint8))
+    factors = torch.rand(3, 70, device=DEVICE).to(DTYPE), torch.randn(3, 70, device=DEVICE).to(DTYPE)
+    rows = [randn(num_rows, 96, dtype=DTYPE) for num_rows in (1, 5, 70)]
+    unpacked = [
+        unpack(words, *factors, 32, 96, torch.float32)
+        for unpack in (kernels.dequantize_int4, reference_quant.dequantize_int4)
+    ]
+    products = [
+        (kernels.int4_matmul(x, words, *factors, 32), reference_quant.int4_matmul(x.float(), words, *factors, 32))
+        for x in rows
+    ]
+    return [(unpacked[0], unpacked[1]), *products]
+
+
+def quantize_rows() -> Pairs:
+    """By their scales: the interpreter cuts numbers off where a card rounds."""
+    from mmserve.kernels.quantize_rows import quantize_rows as kernel
+
+    x = randn(5, 100, dtype=DTYPE)
+    return [(kernel(x)[1], reference_quant.quantize_rows(x)[1])]
+
+
+def fp8_block_matmul() -> Pairs:
+    from mmserve.kernels.fp8_block_matmul import fp8_block_matmul as kernel
+
+    numbers, scales = (20 * randn(200, 384)).to(torch.float8_e4m3fn), 0.01 + torch.rand(2, 3, device=DEVICE)
+    # Rows that FP8 has exactly.
+    x = (20 * randn(17, 384)).to(torch.float8_e4m3fn).float()
+    x[:, ::128] = 448.0
+    return [(kernel(x.to(DTYPE), numbers, scales, 128), reference_quant.fp8_block_matmul(x, numbers, scales, 128))]
+
+
 # By the module of the kernel.
 CASES: Mapping[str, Callable[[], Pairs]] = {
     "kv_store": lambda: [pair for head_dim in HEAD_DIMS for pair in rotate(head_dim, normed=False)],
@@ -227,6 +263,9 @@ CASES: Mapping[str, Callable[[], Pairs]] = {
     "sampling, argmax": argmax,
     "sampling, sample": sample,
     "resample": resample,
+    "int4_matmul": int4_matmul,
+    "quantize_rows": quantize_rows,
+    "fp8_block_matmul": fp8_block_matmul,
 }
 
 
