@@ -120,7 +120,8 @@ def _int4_matmul_kernel(
                     ends = ((i_tile * 128 + j * 16 + 16) % GROUP == 0) | (i_tile * 128 + j * 16 + 16 >= K)
                     m_offset = m_group & ends
                     b_offset = tl.load(offsets + i_group * N + o_n, mask=m_offset, other=0.0).to(tl.float32)
-                    b_sum = tl.load(sums + i_group * M + o_m, mask=m_m & ends, other=0.0)
+                    m_sum = m_m & ends & (i_tile * 128 + j * 16 // GROUP * GROUP < K)
+                    b_sum = tl.load(sums + i_group * M + o_m, mask=m_sum, other=0.0)
                     b_out += b_offset[:, None] * b_sum[None, :]
     p_out = out + (i_split.to(tl.int64) * M + o_m[None, :]) * N + o_n[:, None]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_n[:, None] & m_m[None, :])
