@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 4
 _BUSY_SECONDS = 5.0
+_BUSY_PAUSE = 0.01
 # Any number will do, as long as all servers take the same.
 _MIGRATION_LOCK = 7_215_034
 
@@ -130,13 +132,29 @@ def _follow_sqlite(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
+        _write_ahead(connection)
+        for pragma in ("synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         writes = connection.get_execution_options().get("mmserve_writes", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Sets WAL mode. A file's first change to it is refused at once while others open the file, whatever the timeout
+    (SQLite does not wait where waiting could be a deadlock), so the waiting is done here."""
+    (busy_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
+    give_up = time.monotonic() + busy_ms / 1000
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(_BUSY_PAUSE)
 
 
 def _migrate(connection: Connection) -> None:

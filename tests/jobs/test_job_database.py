@@ -52,9 +52,10 @@ def test_a_difference_between_tables_and_migrations_would_be_seen(office: Office
     asyncio.run(scenario())
 
 
-def test_servers_that_start_at_once_migrate_once(office: Office) -> None:
+@pytest.mark.parametrize("_time", range(5))
+def test_servers_that_start_at_once_migrate_once(office: Office, _time: int) -> None:
     async def scenario() -> None:
-        databases = [office.database() for _ in range(4)]
+        databases = [office.database() for _ in range(8)]
         await asyncio.gather(*(database.migrate() for database in databases))
         assert await databases[0].read(differences) == []
         for database in databases:
