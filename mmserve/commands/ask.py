@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
 from mmserve.errors import RequestError
@@ -27,9 +27,7 @@ class AnswerOptions(ReadingOptions):
 @with_option_groups
 def ask(
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for, in quotes.")],
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE|DIR|-...", help="Documents, folders of them, or - for standard input.")
-    ],
+    paths: DocumentPaths,
     answer: AnswerOptions = AnswerOptions(),
     files: BatchCommandOptions = BatchCommandOptions(),  # noqa: B008
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008

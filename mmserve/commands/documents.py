@@ -42,6 +42,19 @@ def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
+def _document_path(text: str) -> Path:
+    if not text:
+        # A variable of the shell that is not set; as a path it would be the folder one stands in.
+        raise typer.BadParameter("an empty name stands for no document")
+    return Path(text)
+
+
+DocumentPaths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE|DIR|-...", parser=_document_path, help="Documents, folders of them, or - for standard input."
+    ),
+]
 _IN, _OUT, _RUN = "Which documents", "Results", "Running"
 
 

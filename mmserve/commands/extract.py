@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.outputs import OutputFormat
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
@@ -28,9 +28,7 @@ class ExtractionFiles(BatchCommandOptions):
 @app.command()
 @with_option_groups
 def extract(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE|DIR|-...", help="Documents, folders of them, or - for standard input.")
-    ],
+    paths: DocumentPaths,
     schema: Annotated[
         str | None, typer.Option(metavar="FILE|JSON", help="JSON Schema of an object, as a file or as it is.")
     ] = None,

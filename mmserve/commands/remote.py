@@ -24,7 +24,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS = 10.0, 900.0
 _GONE_SECONDS = 1.0
 _DOCUMENT_CODES = frozenset(
     {"unsupported_type", "corrupt_document", "empty_document", "password_required", "page_too_large", "too_many_pages"}
-    | {"body_too_large"}
+    | {"page_timeout", "body_too_large"}
 )
 _CODES_OF_STATUS = {401: "unauthorized", 403: "forbidden", 429: "queue_full", 503: "engine_not_ready"}
 

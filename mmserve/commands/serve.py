@@ -97,7 +97,9 @@ class ServerOptions:
     retention: Annotated[
         str, _option(metavar="TIME", help="How long files, jobs and results are kept: 7d, 12h, 30m.")
     ] = "7d"
-    max_queued_jobs: Annotated[int, _option(min=1, help="Jobs that may wait; more are refused.")] = 1000
+    max_queued_jobs: Annotated[
+        int, _option(min=1, help="Jobs that may wait, of one key half as many; more are refused.")
+    ] = 1000
     webhook_hosts: Annotated[
         list[str] | None,
         _option(

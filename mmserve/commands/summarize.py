@@ -1,12 +1,11 @@
 """`mmserve summarize`: documents in, summaries with page citations out."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
 from mmserve.pipelines.prompts import Length
@@ -28,9 +27,7 @@ class SummaryOptions(ReadingOptions):
 @app.command()
 @with_option_groups
 def summarize(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE|DIR|-...", help="Documents, folders of them, or - for standard input.")
-    ],
+    paths: DocumentPaths,
     summary: SummaryOptions = SummaryOptions(),
     files: BatchCommandOptions = BatchCommandOptions(),  # noqa: B008
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008

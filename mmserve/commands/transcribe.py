@@ -1,11 +1,8 @@
 """`mmserve transcribe`: documents in, Markdown out, page by page."""
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
 
@@ -15,9 +12,7 @@ app = typer.Typer()
 @app.command()
 @with_option_groups
 def transcribe(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="FILE|DIR|-...", help="Documents, folders of them, or - for standard input.")
-    ],
+    paths: DocumentPaths,
     reading: ReadingOptions = ReadingOptions(),  # noqa: B008
     files: BatchCommandOptions = BatchCommandOptions(),  # noqa: B008
     documents: DocumentOptions = DocumentOptions(),  # noqa: B008

@@ -73,6 +73,7 @@ class JobService:
             self._runner,
             self.counters,
             max_queued_jobs=settings.max_queued_jobs,
+            max_queued_jobs_of_owner=settings.max_queued_jobs_of_owner,
             retention_seconds=retention,
         )
         self._background: list[asyncio.Task[None]] = []

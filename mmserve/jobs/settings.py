@@ -14,13 +14,15 @@ class JobSettings:
     """`database_url` None is SQLite in `data_dir`. Files, results and events are kept for `retention_seconds`.
 
     Webhooks go to `webhook_hosts` alone (`host`, `*.domain`, `host:port`), signed with `webhook_secret` (`whsec_` and
-    base64). A job whose server stopped answering is taken over after `lease_seconds`.
+    base64). A job whose server stopped answering is taken over after `lease_seconds`. With several owners one of them
+    may have half of the queue.
     """
 
     data_dir: Path
     database_url: str | None = None
     retention_seconds: float = 7 * _DAY
     max_queued_jobs: int = 1000
+    has_owners: bool = False
     max_concurrent_documents: int = 4
     webhook_hosts: tuple[str, ...] = ()
     webhook_secret: str | None = field(default=None, repr=False)
@@ -36,6 +38,10 @@ class JobSettings:
     def webhooks(self) -> WebhookOptions:
         """Raises `RequestError` for hosts or a secret that are none."""
         return WebhookOptions(hosts=self.webhook_hosts, secret=self.webhook_secret)
+
+    @property
+    def max_queued_jobs_of_owner(self) -> int:
+        return max(self.max_queued_jobs // 2, 1) if self.has_owners else self.max_queued_jobs
 
     @property
     def url(self) -> str:

@@ -29,7 +29,10 @@ _POLL_SECONDS = 2.0
 
 
 class JobStore:
-    """At most `max_queued_jobs` wait; jobs are kept for `retention_seconds` after their end."""
+    """At most `max_queued_jobs` wait, of one owner `max_queued_jobs_of_owner`.
+
+    Jobs are kept for `retention_seconds` after their end.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class JobStore:
         counters: JobCounters,
         *,
         max_queued_jobs: int,
+        max_queued_jobs_of_owner: int,
         retention_seconds: float,
     ) -> None:
         self._database = database
@@ -50,6 +54,7 @@ class JobStore:
         self._runner = runner
         self._counters = counters
         self._max_queued_jobs = max_queued_jobs
+        self._max_queued_jobs_of_owner = max_queued_jobs_of_owner
         self._retention_seconds = retention_seconds
 
     async def create(
@@ -166,17 +171,19 @@ class JobStore:
     async def events(self, owner: str, job_id: str, after: int = 0) -> AsyncGenerator[JobEvent, None]:
         """The job's events with numbers above `after`, then those to come, up to `done`.
 
-        Raises `RequestError` (`not_found`) before the first.
+        Raises `RequestError` (`not_found`) where there is no such job, or none any more.
         """
         await self.get(owner, job_id)
         with self._bells.listening(job_id) as bell:
             while True:
                 bell.clear()
-                is_over, events = await self._database.read(partial(_news, job_id=job_id, after=after))
+                status, events = await self._database.read(partial(_news, job_id=job_id, after=after))
                 for event in events:
                     yield event
                     after = event.number
-                if is_over and (not events or events[-1].event == "done"):
+                if status is None:
+                    raise not_found("job")
+                if status not in UNFINISHED and (not events or events[-1].event == "done"):
                     return
                 if not events:
                     await heard(bell, _POLL_SECONDS)
@@ -190,9 +197,7 @@ class JobStore:
         earlier = self._earlier(connection, row)
         if earlier is not None:
             return earlier, False
-        num_queued = connection.execute(select(func.count()).where(jobs.c.status == "queued")).scalar_one()
-        if num_queued >= self._max_queued_jobs:
-            raise EngineError("queue_full", f"{num_queued} jobs are waiting already. Try again later.")
+        self._require_room(connection, row["owner"])
         wanted = _wanted_files(connection, row["owner"], file_ids)
         connection.execute(insert(jobs), row)
         connection.execute(
@@ -205,6 +210,15 @@ class JobStore:
         job = find_job(connection, row["owner"], row["id"])
         assert job is not None
         return job, True
+
+    def _require_room(self, connection: Connection, owner: str) -> None:
+        is_queued = jobs.c.status == "queued"
+        num_queued = connection.execute(select(func.count()).where(is_queued)).scalar_one()
+        if num_queued >= self._max_queued_jobs:
+            raise EngineError("queue_full", f"{num_queued} jobs are waiting already. Try again later.")
+        num_own = connection.execute(select(func.count()).where(is_queued, jobs.c.owner == owner)).scalar_one()
+        if num_own >= self._max_queued_jobs_of_owner:
+            raise EngineError("queue_full", f"{num_own} of your jobs are waiting already. Try again later.")
 
     def _earlier(self, connection: Connection, row: dict[str, Any]) -> Job | None:
         if row["idempotency_key"] is None:
@@ -224,10 +238,10 @@ class JobStore:
         return find_job(connection, row["owner"], found.id)
 
 
-def _news(connection: Connection, job_id: str, after: int) -> tuple[bool, list[JobEvent]]:
-    """Whether the job had ended or was removed, and events after that number: asked later, so that none is missed."""
+def _news(connection: Connection, job_id: str, after: int) -> tuple[JobStatus | None, list[JobEvent]]:
+    """The job's status, None if it was removed, and events after that number: asked later, so that none is missed."""
     status = connection.execute(select(jobs.c.status).where(jobs.c.id == job_id)).scalar_one_or_none()
-    return status not in UNFINISHED, events_after(connection, job_id, after)
+    return status, events_after(connection, job_id, after)
 
 
 def _check(task: TaskName, file_ids: Sequence[str], options: Mapping[str, Any]) -> None:

@@ -53,6 +53,20 @@ class EngineCollector(Collector):
         yield _summary("preprocess_seconds", "Preprocessing of a picture.", work.num_images, work.seconds)
 
 
+class WaitingCollector(Collector):
+    """Counts what waits in the server, by the places it waits for."""
+
+    def __init__(self, engine: Callable[[], int], documents: Callable[[], int]) -> None:
+        self._engine = engine
+        self._documents = documents
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("num_requests_queued", "Requests that have not gone to the engine yet.", self._engine())
+        yield _gauge(
+            "num_documents_queued", "Documents that wait for their turn; those of jobs apart.", self._documents()
+        )
+
+
 class ServerMetrics:
     """Histograms and counters over finished sequences; `observe` may be called from any thread."""
 

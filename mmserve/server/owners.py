@@ -105,6 +105,10 @@ class FairSlots:
         self._num_held: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(turns) for turns in self._waiting.values())
+
     @asynccontextmanager
     async def of(self, owner: str) -> AsyncIterator[None]:
         """A place for as long as the block lasts. Raises `EngineError` (`queue_full`) after `wait_seconds`."""

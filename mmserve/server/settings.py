@@ -94,6 +94,7 @@ class ServerSettings:
             database_url=self.database_url,
             retention_seconds=self.retention_seconds,
             max_queued_jobs=self.max_queued_jobs,
+            has_owners=self.access.keys is not None,
             max_concurrent_documents=self.max_concurrent_documents,
             webhook_hosts=self.webhook_hosts,
             webhook_secret=self.webhook_secret,

@@ -19,7 +19,7 @@ from mmserve.request import ImageSpan, SamplingParams
 from mmserve.server.lifetime import Drain
 from mmserve.server.limits import AdmissionGate
 from mmserve.server.media_fetch import MediaFetcher
-from mmserve.server.metrics import ServerMetrics
+from mmserve.server.metrics import ServerMetrics, WaitingCollector
 from mmserve.server.owners import FairSlots, OwnerEngine, cache_salt_of, owner_of
 from mmserve.server.settings import ServerSettings
 from mmserve.server.task_metrics import JobCollector, TaskObserver
@@ -105,6 +105,9 @@ class ServerState:
         # was admitted here, a document with its many requests among it, waits for its turn and is not sent away later.
         num_places = scheduler.max_num_seqs + min(scheduler.max_num_seqs, scheduler.max_num_waiting)
         self._engine_places = FairSlots(num_places)
+        self.metrics.registry.register(
+            WaitingCollector(lambda: self._engine_places.num_waiting, lambda: self.document_slots.num_waiting)
+        )
 
     def engine_for(self, owner: str, cache_salt: str | None = None) -> OwnerEngine:
         """The engine as this owner's requests go to it; `cache_salt` keeps some of them apart from the others."""

@@ -5,9 +5,11 @@ import random
 
 import pytest
 from job_fakes import CountingEngine, Desk, Office, document_text, ended, events_of, text_of
+from sqlalchemy import delete
 
 from mmserve.errors import DocumentError, EngineError, ErrorCode, MMServeError, RequestError
 from mmserve.jobs.service import JobService
+from mmserve.jobs.tables import jobs
 
 pytest_plugins = ["job_fixtures"]
 
@@ -192,6 +194,41 @@ def test_the_queue_is_bounded(office: Office) -> None:
             with pytest.raises(EngineError) as refused:
                 await service.jobs.create("anna", "summarize", [file.id], {})
         assert (refused.value.code, refused.value.http_status) == ("queue_full", 429)
+
+    asyncio.run(scenario())
+
+
+def test_one_owner_of_several_has_half_of_the_queue(office: Office) -> None:
+    async def scenario() -> None:
+        async with office.service(max_concurrent_documents=1, max_queued_jobs=4, has_owners=True) as service:
+            office.desk.is_ready = False
+            file, of_another = await office.add(service, SLOW), await office.add(service, SLOW, owner="ben")
+            for _ in range(2):
+                await service.jobs.create("anna", "summarize", [file.id], {})
+            with pytest.raises(EngineError, match="2 of your jobs") as refused:
+                await service.jobs.create("anna", "summarize", [file.id], {})
+            assert refused.value.code == "queue_full"
+            await service.jobs.create("ben", "summarize", [of_another.id], {})
+
+    asyncio.run(scenario())
+
+
+def test_who_follows_a_job_that_is_removed_hears_of_it(office: Office) -> None:
+    async def scenario() -> None:
+        async with office.service() as service:
+            file = await office.add(service, SLOW)
+            job, _ = await service.jobs.create("anna", "summarize", [file.id], {})
+            elsewhere = office.database()
+
+            async def follow() -> None:
+                async for event in service.jobs.events("anna", job.id):
+                    if event.data.get("event") == "request_submitted":
+                        await elsewhere.write(lambda connection: connection.execute(delete(jobs)))
+
+            with pytest.raises(RequestError) as gone:
+                await follow()
+            await elsewhere.close()
+        assert gone.value.code == "not_found"
 
     asyncio.run(scenario())
 

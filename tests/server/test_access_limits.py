@@ -218,6 +218,7 @@ def test_a_place_goes_to_the_owner_who_holds_fewest() -> None:
         worker = Worker(2)
         tasks = await worker.start("a1", "a2", "a3", "a4", "b1", "b2", "c1")
         assert worker.order == ["a1", "a2"]
+        assert worker.slots.num_waiting == 5
         await worker.finish("a1")
         assert worker.order[2:] == ["b1"], "a holds one, b and c none, and b came first"
         await worker.finish("b1")
@@ -232,7 +233,7 @@ def test_a_place_goes_to_the_owner_who_holds_fewest() -> None:
             await worker.finish(name)
         await asyncio.gather(*tasks)
         assert not worker.slots._num_held
-        assert not worker.slots._waiting
+        assert not worker.slots.num_waiting
         assert worker.slots._num_free == 2
 
     asyncio.run(scenario())

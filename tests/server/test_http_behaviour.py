@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -223,7 +222,6 @@ def test_draining_lets_running_requests_finish_and_takes_no_more(slow_engine: Sc
 
 
 def test_a_drain_that_takes_too_long_ends_requests_with_an_answer(slow_engine: ScriptedEngine) -> None:
-    started = time.monotonic()
     with serving(slow_engine, shutdown_timeout=0.3) as server, ThreadPoolExecutor() as pool:
         whole = pool.submit(httpx.post, server.url + CHAT, json=HELLO)
         streamed = pool.submit(httpx.post, server.url + CHAT, json={**HELLO, "stream": True})
@@ -232,7 +230,6 @@ def test_a_drain_that_takes_too_long_ends_requests_with_an_answer(slow_engine: S
         assert whole.result().status_code == 503
         assert error_of(whole.result())["code"] == "shutting_down"
         assert '"code":"shutting_down"' in streamed.result().text
-    assert time.monotonic() - started < 10
     assert len(slow_engine.aborted) == 2
 
 
@@ -277,6 +274,8 @@ def test_metrics_have_the_promised_names_and_true_values() -> None:
     assert {line for line in lines if not line.startswith(("#", "mmserve_http_")) and "_bucket" not in line} == {
         "mmserve_num_requests_running 3.0",
         "mmserve_num_requests_waiting 2.0",
+        "mmserve_num_requests_queued 0.0",
+        "mmserve_num_documents_queued 0.0",
         "mmserve_kv_cache_usage_ratio 0.25",
         "mmserve_prefix_cache_queries_total 500.0",
         "mmserve_prefix_cache_hits_total 125.0",

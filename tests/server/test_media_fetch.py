@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -54,7 +54,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer_slow(self, _query: str) -> None:
         time.sleep(1.0)
-        self.close_connection = True
+        with suppress(OSError):
+            self.answer_ok("")
 
     def answer_nothing(self, _query: str) -> None:
         self.send(404, b"")
@@ -296,9 +297,8 @@ def test_an_answer_without_a_picture_is_a_dead_url(site: Site, path: str) -> Non
 
 
 def test_a_slow_host_is_given_up(site: Site) -> None:
-    started = time.monotonic()
     assert refused(site.fetcher(timeout=0.2), site.url("/slow")).code == "url_unreachable"
-    assert time.monotonic() - started < 0.9
+    assert site.requests
 
 
 def test_a_dead_port_and_an_unknown_name_are_dead_urls() -> None:
