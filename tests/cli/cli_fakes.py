@@ -5,7 +5,6 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ from typer.testing import Result
 
 from mmserve import cli
 from mmserve.commands import documents
-from mmserve.commands.documents import BatchCommandOptions, Task, TaskOptions, Worker, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, Task, TaskOptions, Worker, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
 from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError
 from mmserve.pipelines.batch import Source
@@ -74,7 +73,7 @@ def start(_engine: object, _reader: object, _prompts: object, tell: Callable[[st
 @app.command()
 @with_option_groups
 def shout(
-    paths: list[Path],
+    paths: DocumentPaths,
     files: BatchCommandOptions,
     engine: EngineOptions,
     pages: DocumentOptions,

@@ -301,6 +301,8 @@ def test_dry_run_leaves_out_what_is_done(invoke: Invoke) -> None:
     ("arguments", "sentence"),
     [
         (["nowhere.pdf"], "nowhere.pdf does not exist"),
+        ([""], "an empty name stands for no document"),
+        (["a.txt", ""], "an empty name stands for no document"),
         (["empty"], "no documents found"),
         (["a.txt", "--resume"], "need --output-dir"),
         (["a.txt", "-o", "out", "--resume", "--force"], "choose one"),
