@@ -97,6 +97,9 @@ class ServerOptions:
     retention: Annotated[
         str, _option(metavar="TIME", help="How long files, jobs and results are kept: 7d, 12h, 30m.")
     ] = "7d"
+    max_stored_size: Annotated[
+        str, _option(metavar="SIZE", help="Of the files that one key may keep, such as 500MiB.")
+    ] = "20GiB"
     max_queued_jobs: Annotated[
         int, _option(min=1, help="Jobs that may wait, of one key half as many; more are refused.")
     ] = 1000
@@ -163,6 +166,7 @@ def serve(
         data_dir=server.data_dir or default_data_dir(),
         database_url=server.database_url,
         retention_seconds=parse_duration(server.retention),
+        max_stored_bytes=parse_bytes(server.max_stored_size),
         max_queued_jobs=server.max_queued_jobs,
         webhook_hosts=tuple(server.webhook_hosts or ()),
         webhook_secret=server.webhook_secret,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from mmserve.errors import DocumentError, RequestError, StorageError
 from mmserve.jobs.database import Database, newest
@@ -32,13 +32,15 @@ _MAX_WIDTHS = 8
 class FileStore:
     """Under `root` there is a folder for each owner, in it one for each file: `content`, and `pages` drawn of it.
 
-    A file is kept for `retention_seconds`, and longer while a job needs it.
+    A file is kept for `retention_seconds`, and longer while a job needs it; those of one owner take
+    `max_bytes_of_owner` at most.
     """
 
-    def __init__(self, root: Path, database: Database, retention_seconds: float) -> None:
+    def __init__(self, root: Path, database: Database, *, retention_seconds: float, max_bytes_of_owner: int) -> None:
         self._root = root
         self._database = database
         self._retention_seconds = retention_seconds
+        self._max_bytes_of_owner = max_bytes_of_owner
 
     async def add(
         self, owner: str, source: Path, *, filename: str, media_type: str, num_pages: int, sha256: str
@@ -61,11 +63,21 @@ class FileStore:
         }
         try:
             # Who is cancelled here leaves a file that nobody knows of, but never a row without its bytes.
-            await asyncio.shield(self._database.write(lambda connection: connection.execute(insert(files), row)))
+            await asyncio.shield(self._database.write(lambda connection: self._insert(connection, row)))
         except Exception:
             await asyncio.to_thread(_remove, folder)
             raise
         return StoredFile(**row, folder=folder)
+
+    def _insert(self, connection: Connection, row: dict[str, Any]) -> None:
+        query = select(func.coalesce(func.sum(files.c.num_bytes), 0)).where(files.c.owner == row["owner"])
+        if connection.execute(query).scalar_one() + row["num_bytes"] > self._max_bytes_of_owner:
+            raise StorageError(
+                "storage_full",
+                f"Your files may take {self._max_bytes_of_owner / 2**20:,.0f} MiB, and this one does not fit beside "
+                "those that you have: delete some, or wait until they expire.",
+            )
+        connection.execute(insert(files), row)
 
     async def get(self, owner: str, file_id: str) -> StoredFile:
         """Raises `RequestError` (`not_found`)."""

@@ -39,7 +39,12 @@ class JobService:
         self._settings = settings
         self._database = database or Database(settings.url)
         self.counters = JobCounters()
-        self.files = FileStore(settings.data_dir / "files", self._database, retention)
+        self.files = FileStore(
+            settings.data_dir / "files",
+            self._database,
+            retention_seconds=retention,
+            max_bytes_of_owner=settings.max_stored_bytes_of_owner,
+        )
         self.results = ResultCache(self._database, retention)
         self._outbox = WebhookOutbox(self._database, settings.webhooks)
         bells = Bells()

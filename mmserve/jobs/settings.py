@@ -7,6 +7,7 @@ from mmserve.errors import RequestError
 from mmserve.jobs.webhooks import WebhookOptions
 
 _DAY = 24 * 3600.0
+_GIB = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class JobSettings:
     data_dir: Path
     database_url: str | None = None
     retention_seconds: float = 7 * _DAY
+    max_stored_bytes_of_owner: int = 20 * _GIB
     max_queued_jobs: int = 1000
     has_owners: bool = False
     max_concurrent_documents: int = 4
@@ -29,7 +31,13 @@ class JobSettings:
     lease_seconds: float = 15.0
 
     def __post_init__(self) -> None:
-        for name in ("retention_seconds", "max_queued_jobs", "max_concurrent_documents", "lease_seconds"):
+        for name in (
+            "retention_seconds",
+            "max_stored_bytes_of_owner",
+            "max_queued_jobs",
+            "max_concurrent_documents",
+            "lease_seconds",
+        ):
             if getattr(self, name) <= 0:
                 raise RequestError("invalid_request", f"{name} must be above 0", param=name)
         _ = self.webhooks

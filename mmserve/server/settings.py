@@ -66,6 +66,7 @@ class ServerSettings:
     data_dir: Path = field(default_factory=default_data_dir)
     database_url: str | None = None
     retention_seconds: float = JobSettings.retention_seconds
+    max_stored_bytes: int = JobSettings.max_stored_bytes_of_owner
     max_queued_jobs: int = JobSettings.max_queued_jobs
     webhook_hosts: tuple[str, ...] = ()
     webhook_secret: str | None = field(default=None, repr=False)
@@ -83,6 +84,7 @@ class ServerSettings:
         parse_allowed_hosts(self.allowed_media_hosts)
         _check(self.max_concurrent_documents > 0, "max-concurrent-documents", "must be positive")
         _check(self.retention_seconds > 0, "retention", "must be positive")
+        _check(self.max_stored_bytes > 0, "max-stored-size", "must be positive")
         _check(self.max_queued_jobs > 0, "max-queued-jobs", "must be positive")
         _ = self.jobs
 
@@ -93,6 +95,7 @@ class ServerSettings:
             data_dir=self.data_dir,
             database_url=self.database_url,
             retention_seconds=self.retention_seconds,
+            max_stored_bytes_of_owner=self.max_stored_bytes,
             max_queued_jobs=self.max_queued_jobs,
             has_owners=self.access.keys is not None,
             max_concurrent_documents=self.max_concurrent_documents,

@@ -89,6 +89,22 @@ def test_another_owners_file_is_not_there(office: Office) -> None:
     asyncio.run(scenario())
 
 
+def test_an_owners_files_take_so_much_together(office: Office) -> None:
+    async def scenario() -> None:
+        async with office.service(max_stored_bytes_of_owner=100) as service:
+            first = await office.add(service, "x" * 60)
+            with pytest.raises(StorageError, match="delete some") as refused:
+                await office.add(service, "x" * 41)
+            assert refused.value.code == "storage_full"
+            assert [path.name for path in office.folder.glob("data/files/*/*")] == [first.id]
+            await office.add(service, "x" * 41, owner="bert")
+            await office.add(service, "x" * 40)
+            await service.files.delete("anna", first.id)
+            await office.add(service, "x" * 60)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("file_id", ["", "file-1", "../secret", "file-\0", "file-" + "g" * 36])
 def test_an_id_that_is_none_is_not_found(office: Office, file_id: str) -> None:
     async def scenario() -> None:
