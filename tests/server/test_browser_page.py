@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from live_server import serving, wait_until
 from page_driver import SENTENCES, chromium, opened, three_pages
-from playwright.sync_api import Browser, FilePayload, Page, expect
+from playwright.sync_api import Browser, Dialog, FilePayload, Page, expect
 from scripted_engine import ScriptedEngine
 
 from mmserve.server.access import KeyRing
@@ -148,8 +148,14 @@ def test_results_can_be_saved(page: Page) -> None:
 def test_a_document_is_deleted_with_its_results(page: Page, url: str) -> None:
     submit(page, three_pages())
     expect(card(page)).to_contain_text("Done")
-    card(page).get_by_role("button", name="Delete document and results").click()
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: asked.append(dialog.message))
+    for answer in (Dialog.dismiss, Dialog.accept):
+        expect(card(page)).to_have_count(1)
+        page.once("dialog", answer)
+        card(page).get_by_role("button", name="Delete document and results").click()
     expect(card(page)).to_have_count(0)
+    assert asked == ["Delete invoice.pdf and its result from the server? This cannot be undone."] * 2
     for kind in ("files", "jobs"):
         assert page.request.get(f"{url}/v1/{kind}").json()["data"] == []
 
@@ -160,6 +166,7 @@ def test_a_document_is_deleted_with_what_was_asked_again(page: Page, url: str) -
     card(page).get_by_label("Ask about this document").fill("What is the total?")
     page.keyboard.press("Enter")
     expect(card(page, "invoice.pdf: What is the total?")).to_contain_text("Done")
+    page.once("dialog", Dialog.accept)
     card(page).get_by_role("button", name="Delete document and results").click()
     expect(page.locator(".card")).to_have_count(0)
     for kind in ("files", "jobs"):

@@ -125,6 +125,8 @@ export class Card {
   /** The document goes with the results of all cards that have it, questions that were asked again included. */
   async delete() {
     const sharing = [...cards].filter((card) => card.file.id === this.file.id);
+    const results = sharing.length === 1 ? "its result" : `its ${sharing.length} results`;
+    if (!confirm(`Delete ${this.file.filename} and ${results} from the server? This cannot be undone.`)) return;
     try {
       for (const card of sharing) await card.deleteJob();
       await request(`v1/files/${this.file.id}`, { method: "DELETE" }).catch(ignoreGone);
