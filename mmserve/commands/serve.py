@@ -1,5 +1,6 @@
 """`mmserve serve`: the engine and the document pipelines over HTTP."""
 
+import logging
 import signal
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from mmserve.weights import hub
 
 SERVE_ENGINE = EngineOptions(engine_process=True)
 app = typer.Typer()
+_log = logging.getLogger(__name__)
 
 
 def _option(*names: str, help: str, **settings: Any) -> Any:
@@ -175,7 +177,7 @@ def serve(
     with bind(server.host, server.port) as listener:
         settings = replace(settings, access=access.to_settings(server.host, listener.getsockname()[0]))
         if hub.is_demo(engine.model):
-            typer.echo(hub.DEMO_NOTICE, err=True)
+            _log.warning(hub.DEMO_NOTICE)
         with started_engine(engine) as client, closing(vision.open_prompts(client, documents.to_limits())) as prompts:
             stopped_by = run_server(client, documents.open_reader(), prompts, settings, listener, say=typer.echo)
     if stopped_by == signal.SIGINT:
