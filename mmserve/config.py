@@ -307,7 +307,8 @@ class EngineConfig:
     `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision. `dense_copy` says whether a CPU
     has quantized weights in bfloat16 too, which is faster for several rows: auto is where memory is plentiful.
     `async_scheduling` prepares a step while the one before it runs; None does so on a GPU. `enforce_eager` does without
-    CUDA graphs. A process that dies is started again `max_engine_restarts` times in ten minutes at most.
+    CUDA graphs. A process that dies is started again `max_engine_restarts` times in ten minutes at most; one that gives
+    no sign of life for `engine_timeout` seconds, in which every step should end, is ended.
     """
 
     model: str = "smollm2-135m"
@@ -324,6 +325,7 @@ class EngineConfig:
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     max_engine_restarts: int = 5
+    engine_timeout: float = 600.0
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
@@ -332,6 +334,7 @@ class EngineConfig:
         _check(self.max_model_len is None or self.max_model_len >= 2, "max-model-len", "must be at least 2")
         _check(self.num_threads is None or self.num_threads >= 1, "num-threads", "must be at least 1")
         _check(self.max_engine_restarts >= 0, "max-engine-restarts", "must not be negative")
+        _check(self.engine_timeout > 0, "engine-timeout", "must be above 0")
 
     @property
     def names(self) -> tuple[str, ...]:

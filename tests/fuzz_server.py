@@ -30,8 +30,9 @@ _MIB = 1024**2
 class ForgetfulEngine(ScriptedEngine):
     """One that does not remember what it was asked, so that the server's memory is the server's."""
 
-    def __post_init__(self) -> None:
-        for name in ("prompts", "params", "images", "started", "finished", "aborted"):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name in ("prompts", "params", "images", "salts", "started", "finished", "aborted"):
             setattr(self, name, _Nothing())
 
 

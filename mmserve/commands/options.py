@@ -151,6 +151,12 @@ class EngineOptions:
         int,
         _engine(min=0, help="How often in ten minutes an engine process that dies is started again."),
     ] = EngineConfig.max_engine_restarts
+    engine_timeout: Annotated[
+        float,
+        _engine(
+            help="Seconds without a sign of life after which an engine process counts as dead; no step may take longer."
+        ),
+    ] = EngineConfig.engine_timeout
 
     def to_config(self) -> EngineConfig:
         """Raises `RequestError` (`invalid_request`) naming the option at fault."""
@@ -168,6 +174,7 @@ class EngineOptions:
             num_threads=self.num_threads,
             use_process=self.engine_process,
             max_engine_restarts=self.max_engine_restarts,
+            engine_timeout=self.engine_timeout,
             enforce_eager=self.enforce_eager,
             async_scheduling=self.async_scheduling,
             cache=CacheConfig(

@@ -15,9 +15,10 @@ from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
 from mmserve.config import EngineConfig
-from mmserve.engine.messages import EngineFailed, FromEngine, LogLine, Shutdown, ToEngine
+from mmserve.engine.messages import EngineFailed, EngineReady, FromEngine, LogLine, Shutdown, ToEngine
 
 _JOIN_SECONDS = 10.0
+_WAITS = 4
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 OnMessage = Callable[[FromEngine], None]
 
@@ -53,7 +54,8 @@ class ThreadTransport:
 
 
 class ProcessTransport:
-    """The engine is a child process; if it dies, however, `EngineFailed` is delivered at once.
+    """The engine is a child process; if it dies, however, `EngineFailed` is delivered at once. One that was ready and
+    has said nothing for `config.engine_timeout` is killed.
 
     With a `predecessor` it takes that one's place: the process starts `delay_seconds` after the other has ended, and
     what is sent before that waits for it.
@@ -141,11 +143,29 @@ class ProcessTransport:
     def _read(self) -> None:
         assert self._pipe is not None
         assert self._process is not None
+        is_ready = is_silent = False
         with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._on_message(self._pipe.recv())
+            # Loading takes as long as it takes.
+            while not is_ready or not (is_silent := self._is_silent()):
+                message = self._pipe.recv()
+                is_ready = is_ready or isinstance(message, EngineReady)
+                self._on_message(message)
+        if is_silent:
+            self._process.kill()
         self._process.join(_JOIN_SECONDS)
-        self._on_message(EngineFailed("engine_dead", f"the engine process {_how_it_ended(self._process.exitcode)}"))
+        seconds = self._config.engine_timeout
+        end = (
+            f"gave no sign of life for {seconds:g} seconds and was killed"
+            if is_silent
+            else _how_it_ended(self._process.exitcode)
+        )
+        self._on_message(EngineFailed("engine_dead", f"the engine process {end}"))
+
+    def _is_silent(self) -> bool:
+        """Waits for a message, in parts: a server that is stopped itself and goes on has not waited for all of them."""
+        assert self._pipe is not None
+        seconds = self._config.engine_timeout / _WAITS
+        return not any(self._pipe.poll(seconds) for _ in range(_WAITS))
 
     def _kill(self) -> None:
         """For good: nothing is left of the process."""

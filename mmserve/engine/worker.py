@@ -24,6 +24,8 @@ from mmserve.vision.process_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
+# In the time after which an engine that gives none counts as dead.
+_SIGNS_OF_LIFE = 8
 Inbox = queue.SimpleQueue[ToEngine]
 Send = Callable[[FromEngine], None]
 
@@ -36,7 +38,7 @@ def run_engine(config: EngineConfig, inbox: Inbox, send: Send) -> None:
         gc.collect()
         gc.freeze()
         send(engine.ready_message)
-        while _take_messages(engine, inbox, send):
+        while _take_messages(engine, inbox, send, config.engine_timeout / _SIGNS_OF_LIFE):
             if engine.has_work:
                 send(engine.step())
     except SetupError as error:
@@ -55,13 +57,19 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0]
 
 
-def _take_messages(engine: Engine, inbox: Inbox, send: Send) -> bool:
-    """Handle all messages there are, waiting for one if there is nothing else to do. False at `Shutdown`."""
+def _take_messages(engine: Engine, inbox: Inbox, send: Send, seconds: float) -> bool:
+    """Handle all messages there are, waiting for one if there is nothing else to do. False at `Shutdown`.
+
+    While it waits it gives a sign of life, an output of nothing, every so many `seconds`.
+    """
     while True:
         try:
-            message = inbox.get(block=not engine.has_work)
+            message = inbox.get(block=not engine.has_work, timeout=seconds)
         except queue.Empty:
-            return True
+            if engine.has_work:
+                return True
+            send(StepOutput((), engine.scheduler.stats()))
+            continue
         if isinstance(message, Shutdown):
             return False
         if isinstance(message, Ping):

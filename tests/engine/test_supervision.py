@@ -167,6 +167,27 @@ def test_a_process_that_dies_of_an_exception_is_replaced(folder: Path) -> None:
         assert not Path(f"/proc/{first}").exists(), "the memory of both would have to be there"
 
 
+def test_one_that_hangs_is_killed_and_replaced(folder: Path) -> None:
+    def stop(client: EngineClient) -> None:
+        os.kill(process_of(client), signal.SIGSTOP)
+
+    with started(engine_config(folder), engine_timeout=2.0) as client:
+        expected = answer(client)
+        error = asyncio.run(lost_request(client, stop))
+        assert (error.code, "no sign of life for 2 seconds" in error.message) == ("engine_dead", True)
+        assert answer(client) == expected
+        assert client.num_restarts == 1
+
+
+def test_one_that_has_nothing_to_do_gives_signs_of_life(folder: Path) -> None:
+    with started(engine_config(folder), engine_timeout=1.0) as client:
+        client.wait_until_ready(START_SECONDS)
+        first = process_of(client)
+        time.sleep(3.0)
+        answer(client)
+        assert (client.num_restarts, process_of(client)) == (0, first)
+
+
 def test_closing_between_two_engines_starts_no_other(folder: Path) -> None:
     with started(engine_config(folder)) as client:
         client.wait_until_ready(START_SECONDS)
