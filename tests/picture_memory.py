@@ -39,7 +39,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
         model = save_vision_model(Path(folder))
         with (
-            served_process("--model", str(model), *_ENGINE, "--data-dir", f"{folder}/data") as served,
+            served_process(
+                "--model", str(model), "--dtype", options.dtype, *_ENGINE, "--data-dir", f"{folder}/data"
+            ) as served,
             httpx.Client(base_url=served.url, timeout=300, trust_env=False) as http,
             ThreadPoolExecutor(options.at_once) as threads,
         ):
@@ -56,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=4000)
     parser.add_argument("--every", type=int, default=500, help="memory is looked at after so many requests")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--at-once", type=int, default=3)
     print(json.dumps(run(parser.parse_args()), indent=2))
 
