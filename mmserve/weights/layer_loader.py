@@ -42,6 +42,11 @@ class LayerLoader:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.reader.take(name, shape).to(self.device, self.dtype)
 
+    def is_full_precision(self, module: str) -> bool:
+        """Whether a module's matrix is stored as it is, so that `tensor` gives it."""
+        scales = (f"{module}.{part}" for part in ("weight_scale", "weight_scale_inv"))
+        return self.reader.has(f"{module}.weight") and not any(map(self.reader.has, scales))
+
     def embedding(self, name: str, shape: tuple[int, int]) -> Embedding | BlockEmbedding:
         """In the blocks that a GGUF file has it in, where these can be unpacked row by row."""
         blocks = self.reader.take_quantized(f"{name}.weight", shape)
