@@ -44,8 +44,7 @@ class LayerLoader:
 
     def is_full_precision(self, module: str) -> bool:
         """Whether a module's matrix is stored as it is, so that `tensor` gives it."""
-        scales = (f"{module}.{part}" for part in ("weight_scale", "weight_scale_inv"))
-        return self.reader.has(f"{module}.weight") and not any(map(self.reader.has, scales))
+        return not any(self.reader.has(f"{module}.{part}") for part in ("weight_scale", "weight_scale_inv", "qweight"))
 
     def embedding(self, name: str, shape: tuple[int, int]) -> Embedding | BlockEmbedding:
         """In the blocks that a GGUF file has it in, where these can be unpacked row by row."""
