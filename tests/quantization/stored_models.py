@@ -22,12 +22,11 @@ Tensors = dict[str, torch.Tensor]
 class Form:
     """`store` gives the tensors of a matrix by the ends of their names, and the matrix that they stand for.
 
-    `config` is the checkpoint's `quantization_config`; `rounds_input` says whether activations are quantized, too.
+    `config` is the checkpoint's `quantization_config`.
     """
 
     store: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
     config: Mapping[str, Any]
-    rounds_input: bool = False
 
 
 def _grouped(weight: torch.Tensor) -> torch.Tensor:
@@ -148,11 +147,11 @@ FORMS: Mapping[str, Form] = MappingProxyType(
         "w4a16": Form(lambda weight: _int4(weight, symmetric=True), _packed(symmetric=True)),
         "w4a16 with zero points": Form(lambda weight: _int4(weight, symmetric=False), _packed(symmetric=False)),
         "w8a16": Form(_int8, _group(_rows("int"))),
-        "int8 w8a8": Form(_int8, _group(_rows("int"), _tokens("int")), rounds_input=True),
-        "fp8 w8a8": Form(_fp8, _group(_rows("float"), _tokens("float")), rounds_input=True),
+        "int8 w8a8": Form(_int8, _group(_rows("int"), _tokens("int"))),
+        "fp8 w8a8": Form(_fp8, _group(_rows("float"), _tokens("float"))),
         "fp8 of weights": Form(_fp8, _group(_rows("float"))),
-        "fp8": Form(_fp8, _FP8_CONFIG, rounds_input=True),
-        "fp8 static": Form(_static_fp8, {"quant_method": "fp8", "activation_scheme": "static"}, rounds_input=True),
+        "fp8": Form(_fp8, _FP8_CONFIG),
+        "fp8 static": Form(_static_fp8, {"quant_method": "fp8", "activation_scheme": "static"}),
         # On a CPU the inputs of blocks are not quantized.
         "fp8 blocks": Form(
             lambda weight: _fp8_blocks(weight, "weight_scale_inv"), {**_FP8_CONFIG, "weight_block_size": [BLOCK, BLOCK]}
