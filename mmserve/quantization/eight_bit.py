@@ -167,7 +167,8 @@ class WidenedWeight:
         self._dtype = placement.dtype if placement.dtype is not torch.float16 else torch.float32
         if placement.device.type == "cpu" and placement.keeps_copy and self._dtype is placement.dtype:
             self._dense = dense_weight(widen(matrix.numbers, placement.dtype))
-            self._matrix = replace(matrix, numbers=matrix.numbers[:0])
+            # Not a slice, which would keep all of them.
+            self._matrix = replace(matrix, numbers=matrix.numbers.new_empty(0))
         self._kind: Literal["fp8", "int8"] = "fp8" if matrix.numbers.dtype is FP8 else "int8"
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

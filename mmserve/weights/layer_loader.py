@@ -30,6 +30,7 @@ class LayerLoader:
     vision_attention: VisionAttentionName = "auto"
     scheme: QuantizationScheme | None = None
     keeps_copy: bool = True
+    is_small: bool = False
 
     @cached_property
     def kernels(self) -> KernelSet:
@@ -38,7 +39,7 @@ class LayerLoader:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.dtype, self.device, self.keeps_copy)
+        return Placement(self.dtype, self.device, self.keeps_copy, self.is_small)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """In full precision. `SetupError` for whole numbers: what they stand for, a scale would have to say."""

@@ -1,23 +1,17 @@
 """Every form of weights in every precision, with and without a copy, over both caches: what its numbers stand for."""
 
 import random
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine_driver import engine_config, greedy, prompt_logits, run_to_end
-from gguf import GGMLQuantizationType, quants
-from gguf.constants import GGML_QUANT_SIZES
+from gguf_models import KINDS, save_blocks, unpacked
 from random_weights import Gains, randomize
-from reference_gguf import save_reference_gguf
 from reference_models import VOCAB_SIZE, load_reference_model, save_reference_model
-from safetensors.numpy import load_file, save_file
-from safetensors.torch import load_file as load_torch_file
-from safetensors.torch import save_file as save_torch_file
+from safetensors.torch import load_file, save_file
 from stored_models import FORMS, stored
 
 from mmserve.engine.engine import Engine
@@ -26,32 +20,6 @@ RANDOM = random.Random(0)
 PROMPTS = [[RANDOM.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (3, 9, 20)]
 PROMPT = [RANDOM.randrange(3, VOCAB_SIZE) for _ in range(24)]
 NUM_TOKENS = 16
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-# Where in a block its factor is, the middle of the numbers, and about how large these are under the block's scales.
-K_BLOCKS = {"Q4_K": (0, 7.5, 170.0), "Q5_K": (0, 15.5, 340.0), "Q6_K": (208, None, 1400.0)}
-
-
-def random_blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Blocks of random numbers for a matrix of this shape: the gguf package cannot quantize to these kinds.
-
-    Minima are where they put the middle of the numbers at 0.
-    """
-    if values.ndim == 1 or kind.name not in K_BLOCKS:
-        quantized: np.ndarray = quants.quantize(values, kind)
-        return quantized
-    block_size, num_bytes = GGML_QUANT_SIZES[kind]
-    place, middle, size = K_BLOCKS[kind.name]
-    # The same for the same matrix.
-    generator = np.random.default_rng(int(abs(values[0, 0]) * 1e9))
-    blocks = generator.integers(0, 256, (values.shape[0], values.shape[1] // block_size, num_bytes), dtype=np.uint8)
-    factors = generator.uniform(0.03, 0.09, (*blocks.shape[:2], 1)) / size
-    blocks[:, :, place : place + 2] = factors.astype(np.float16).view(np.uint8)
-    if middle is not None:
-        blocks[:, :, 2:4] = (factors * middle).astype(np.float16).view(np.uint8)
-        # The scales of 6 bits, and minima that are the same.
-        blocks[:, :, 8:12] = blocks[:, :, 4:8]
-        blocks[:, :, 12:16] = (blocks[:, :, 12:16] & 0xF) * 17
-    return blocks.reshape(values.shape[0], -1)
 
 
 @dataclass(frozen=True)
@@ -83,21 +51,9 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(full: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Stored:
     form, folder = request.param, tmp_path_factory.mktemp("stored")
     if form in KINDS:
-        file = save_reference_gguf(full, folder / "model.gguf", type_name=form, quantize=random_blocks)
-        return Stored(form, file, _unpacked(full, folder / "unpacked", form))
+        return Stored(form, save_blocks(full, folder / "model.gguf", form), unpacked(full, folder / "unpacked", form))
     quantized = stored(full, folder / "quantized", form)
     return Stored(form, quantized, stored(full, folder / "unpacked", form, unpacked=True))
-
-
-def _unpacked(full: Path, out: Path, kind_name: str) -> Path:
-    kind = GGMLQuantizationType[kind_name]
-    shutil.copytree(full, out)
-    tensors = load_file(out / "model.safetensors")
-    for name, values in tensors.items():
-        if values.ndim == 2:
-            tensors[name] = quants.dequantize(random_blocks(values, kind), kind).astype(np.float32)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 def engine(folder: Path, dtype: str, *, dense_copy: str = "auto", kv: str = "auto") -> Engine:
@@ -159,11 +115,11 @@ def _num_same(ours: list[int], theirs: list[int]) -> int:
 def test_scales_of_neighbours_are_noticed(form: str, full: Path, tmp_path: Path) -> None:
     """The comparison itself works: rows that have the scales of the row before them are over the limits."""
     right, wrong = stored(full, tmp_path / "right", form), stored(full, tmp_path / "wrong", form)
-    tensors = load_torch_file(wrong / "model.safetensors")
+    tensors = load_file(wrong / "model.safetensors")
     for name, tensor in tensors.items():
         if "scale" in name:
             tensors[name] = tensor.roll(1, dims=-1 if form in ("awq", "gptq") else 0).contiguous()
-    save_torch_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
     logits = [prompt_logits(engine(folder, "float32"), PROMPT) for folder in (right, wrong)]
     limit = ERRORS_OF_INPUTS.get(form, ERRORS["bfloat16"][0])
     assert relative_error(logits[1], logits[0]) > 1.5 * limit
