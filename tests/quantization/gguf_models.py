@@ -4,12 +4,40 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, quants
 from gguf.constants import GGML_QUANT_SIZES
 from reference_gguf import save_reference_gguf
 from safetensors.numpy import load_file, save_file
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+# By kind: bits, columns a group, and where in a block its float16 factors are.
+KINDS = {
+    "Q4_0": (4, 32, [0]),
+    "Q4_1": (4, 32, [0, 2]),
+    "Q5_0": (5, 32, [0]),
+    "Q5_1": (5, 32, [0, 2]),
+    "Q8_0": (8, 32, [0]),
+    "Q4_K": (4, 32, [0, 2]),
+    "Q5_K": (5, 32, [0, 2]),
+    "Q6_K": (6, 16, [208]),
+}
+
+
+def blocks_of(kind: str, out_features: int, in_features: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random bytes under small factors, and the matrix that the gguf package reads out of them, float32.
+
+    So bits of every value stand in every place, not only what a quantizer writes.
+    """
+    block_size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    num_blocks = in_features // block_size
+    data = generator.integers(0, 256, (out_features, num_blocks * num_bytes), dtype=np.uint8)
+    for place in KINDS[kind][2]:
+        factors = generator.normal(0, 0.01, (out_features, num_blocks, 1)).astype(np.float16)
+        data.reshape(out_features, num_blocks, -1)[:, :, place : place + 2] = factors.view(np.uint8)
+    return torch.from_numpy(data), torch.from_numpy(quants.dequantize(data, GGMLQuantizationType[kind]).copy())
+
+
 # Where in a block its factor is, the middle of the numbers, and about how large these are under the block's scales.
 K_BLOCKS = {"Q4_K": (0, 7.5, 170.0), "Q5_K": (0, 15.5, 340.0), "Q6_K": (208, None, 1400.0)}
 

@@ -1,11 +1,8 @@
 """GGUF's blocks: unpacked bit for bit, multiplied as closely as bfloat16 allows."""
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import dequantize
+from gguf_models import KINDS, blocks_of
 
 from mmserve.layers.embedding import BlockEmbedding
 from mmserve.quantization import cpu_int4
@@ -22,33 +19,6 @@ from mmserve.quantization.gguf import grouped_ints
 from mmserve.quantization.low_planes import LayeredPairs, pieces_of
 from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
 from mmserve.quantization.scheme import Placement
-
-# By kind: bits, columns a group, and where in a block its float16 factors are.
-KINDS = {
-    "Q4_0": (4, 32, [0]),
-    "Q4_1": (4, 32, [0, 2]),
-    "Q5_0": (5, 32, [0]),
-    "Q5_1": (5, 32, [0, 2]),
-    "Q8_0": (8, 32, [0]),
-    "Q4_K": (4, 32, [0, 2]),
-    "Q5_K": (5, 32, [0, 2]),
-    "Q6_K": (6, 16, [208]),
-}
-
-
-def blocks_of(kind: str, out_features: int, in_features: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random bytes under small factors, and the matrix that the gguf package reads out of them, float32.
-
-    So bits of every value stand in every place, not only what a quantizer writes.
-    """
-    block_size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    generator = np.random.default_rng(seed)
-    num_blocks = in_features // block_size
-    data = generator.integers(0, 256, (out_features, num_blocks * num_bytes), dtype=np.uint8)
-    for place in KINDS[kind][2]:
-        factors = generator.normal(0, 0.01, (out_features, num_blocks, 1)).astype(np.float16)
-        data.reshape(out_features, num_blocks, -1)[:, :, place : place + 2] = factors.view(np.uint8)
-    return torch.from_numpy(data), torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]).copy())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from engine_driver import engine_config
-from gguf_models import KINDS, save_blocks
+from gguf_models import KINDS, blocks_of, save_blocks
 from reference_models import save_reference_model
 from stored_matrices import StoredMatrices, awq_words, compressed_words, gptq_words, random_parts
 from stored_models import FORMS
-from test_packed_int4 import blocks_of
 
 from mmserve.config import DenseCopyName
 from mmserve.engine.engine import Engine
