@@ -10,8 +10,9 @@ from mmserve.cache.kv_cache import KVCache
 from mmserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmserve.engine.engine import Engine
 from mmserve.engine.messages import EngineRequest
-from mmserve.engine.scheduler import Scheduler
+from mmserve.engine.scheduler import Scheduler, advance
 from mmserve.request import SamplingParams, SequenceStatus
+from mmserve.request import Sequence as EngineSequence
 from mmserve.weights.checkpoint import open_checkpoint
 
 MAX_STEPS = 20_000
@@ -68,6 +69,18 @@ def run_requests(
         if after_step is not None:
             after_step(engine)
     return list(answers.values())
+
+
+@torch.inference_mode()
+def prompt_logits(engine: Engine, prompt: Sequence[int], num_per_step: int = 16) -> torch.Tensor:
+    """Of every position, computed some tokens a step through the paged cache."""
+    runner, rows = engine._runner, []
+    blocks = list(range(-(-len(prompt) // runner.block_size)))
+    sequence = EngineSequence("logits", list(prompt), SamplingParams(), block_ids=blocks)
+    while sequence.num_computed_tokens < len(prompt):
+        count = min(num_per_step, len(prompt) - sequence.num_computed_tokens)
+        rows.append(runner._model.logits(runner._forward(runner._inputs.build([advance(sequence, count)], {}))))
+    return torch.cat(rows)
 
 
 def check_invariants(scheduler: Scheduler) -> None:

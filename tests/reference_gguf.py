@@ -1,7 +1,7 @@
 """Writes a tiny checkpoint of `reference_models` as a GGUF file, the way that llama.cpp's converter would."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def save_reference_gguf(
     type_name: str = "F32",
     pre_tokenizer: str = "gpt-2",
     metadata: Mapping[str, Any] | None = None,
+    quantize: Callable[[np.ndarray, GGMLQuantizationType], np.ndarray] = quants.quantize,
 ) -> Path:
     """The checkpoint in `folder` as `path`, matrices in `type_name`; `metadata` comes on top of the converter's."""
     config = json.loads((folder / "config.json").read_text())
@@ -47,7 +48,7 @@ def save_reference_gguf(
         _write_value(writer, key, value)
     for name, values in _tensors(folder, config, architecture):
         kind = GGMLQuantizationType[type_name if values.ndim > 1 else "F32"]
-        writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

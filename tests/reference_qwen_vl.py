@@ -73,18 +73,19 @@ def save_qwen_vl(
     *,
     tied: bool = False,
     seed: int = 0,
+    text: Mapping[str, Any] = MappingProxyType({}),
     vision: Mapping[str, Any] = MappingProxyType({}),
     max_shard_size: str = "5GB",
 ) -> Path:
     """A random checkpoint of `family` (a key of `FAMILIES`) with processor settings and tokenizer, as published.
 
-    `vision` are further fields of the vision configuration.
+    `text` and `vision` are further fields of the configurations of decoder and encoder.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    prefix, text, family_vision, patch_size = FAMILIES[family]
+    prefix, family_text, family_vision, patch_size = FAMILIES[family]
     config = {
-        "text_config": {**text, "tie_word_embeddings": tied},
+        "text_config": {**family_text, **text, "tie_word_embeddings": tied},
         "vision_config": {**family_vision, **vision},
         "tie_word_embeddings": tied,
         "image_token_id": IMAGE_TOKEN,

@@ -28,7 +28,7 @@ class VitFeedForward:
     def __init__(self, loader: LayerLoader, names: FeedForwardNames, hidden: int, inner: int, act: str) -> None:
         self._activation: Activation = loader.kernels.silu_and_mul if len(names.inward) == 2 else activation(act)
         width = padded_width(inner, loader.device)
-        if width == inner:
+        if width == inner or not all(map(loader.is_full_precision, (*names.inward, names.outward))):
             self._in = loader.linear(names.inward, hidden, [inner] * len(names.inward), bias=True)
             self._out = loader.linear([names.outward], inner, (hidden,), bias=True)
         else:

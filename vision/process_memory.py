@@ -11,7 +11,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MIB = 1024**2
 # Of oneDNN, and of torch's layer above it, which keeps primitives of its own.
 _PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-_MAX_PRIMITIVES = 128
+_MAX_PRIMITIVES = 64
 
 
 def heap_bytes() -> int | None:
@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
 
 
 def bound_primitive_caches() -> None:
-    """Keep what is compiled for 128 shapes, not 1,024 in two caches: products in bfloat16 hold up to 1 MB for each.
+    """Keep what is compiled for 64 shapes, not 1,024 in two caches: products in bfloat16 hold up to 1 MB for each.
 
     Both are read at the first product of the process. Who has set the variables is not overruled.
     """

@@ -83,7 +83,7 @@ class EngineOptions:
         DenseCopyName,
         _engine(
             help="Weights of few bits in bfloat16, too: faster for several rows, and more memory. auto keeps them on a"
-            " GPU, and on a CPU where they take a quarter of what is free at most."
+            " GPU, and on a CPU where they take a quarter of what is free at most; never saves memory before time."
         ),
     ] = "auto"
     dtype: Annotated[DTypeName, _engine(help="Number format of the weights and activations.")] = "auto"

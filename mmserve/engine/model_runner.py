@@ -78,7 +78,15 @@ class ModelRunner:
         reader = WeightReader(checkpoint)
         scheme = choose_scheme(checkpoint.config, config.quantization)
         keeps_copy = keeps_dense_copy(config.dense_copy, self.model_config, self.device)
-        loader = LayerLoader(reader, self.dtype, self.device, config.vision.attention, scheme, keeps_copy)
+        loader = LayerLoader(
+            reader,
+            self.dtype,
+            self.device,
+            config.vision.attention,
+            scheme,
+            keeps_copy=keeps_copy,
+            is_small=config.dense_copy == "never",
+        )
         self._model = model_class(self.model_config.architecture)(loader, self.model_config, self._attention)
         reader.finish()
         pixels = PixelLoader(load_processor(checkpoint), self.device)

@@ -15,12 +15,12 @@ import torch
 from mmserve.errors import SetupError
 from mmserve.quantization.bits import num_words, unpack
 from mmserve.quantization.block_fp8 import BlockMatrix, block_weight
-from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, stacked
+from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, stacked, stored_numbers
 from mmserve.quantization.fp8 import flexible_scales
 from mmserve.quantization.gptq import columns_by_group
 from mmserve.quantization.grouped import grouped_weight
 from mmserve.quantization.grouped_ints import GroupedInts
-from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, TensorSource
+from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, StackedWeights, TensorSource
 
 
 class CompressedTensorsScheme:
@@ -29,13 +29,22 @@ class CompressedTensorsScheme:
         self._groups = [_Group(group, config.get("format")) for group in config.get("config_groups", {}).values()]
         if not self._groups:
             raise SetupError("model_unavailable", "the checkpoint's quantization_config has no config_groups")
+        if config.get("transform_config"):
+            raise SetupError(
+                "model_unavailable",
+                "the checkpoint's matrices are for transformed inputs (transform_config), which is not served",
+            )
 
     def load(self, spec: LinearSpec, source: TensorSource, placement: Placement) -> LinearWeight | None:
         name = spec.names[0]
         if not source.has(f"{name}.weight_scale"):
             return None
-        group = next((group for group in self._groups if group.names(name)), self._groups[0])
-        sizes = list(zip(spec.names, spec.out_features, strict=True))
+        groups = [self._group_of(one) for one in spec.names]
+        group, sizes = groups[0], list(zip(spec.names, spec.out_features, strict=True))
+        if any(other is not group for other in groups):
+            singles = [LinearSpec((one,), spec.in_features, (size,)) for one, size in sizes]
+            loaded = [self.load(single, source, placement) for single in singles]
+            return StackedWeights([weight for weight in loaded if weight is not None])
         if source.has(f"{name}.weight_packed"):
             return grouped_weight([group.ints(one, spec.in_features, size, source) for one, size in sizes], placement)
         if group.block is not None:
@@ -43,6 +52,9 @@ class CompressedTensorsScheme:
         return eight_bit_weight(
             stacked([group.matrix(one, spec.in_features, size, source) for one, size in sizes]), placement
         )
+
+    def _group_of(self, module: str) -> "_Group":
+        return next((group for group in self._groups if group.names(module)), self._groups[0])
 
 
 class _Group:
@@ -62,13 +74,17 @@ class _Group:
         self.block: tuple[int, int] | None = (int(block[0]), int(block[1])) if block else None
         is_eight_bit = self._bits == 8 and (strategy in ("tensor", "channel") or self.block is not None)
         is_grouped = self._kind == "int" and self._bits in (2, 3, 4, 8) and strategy in ("group", "channel")
-        symmetric_inputs = inputs.get("symmetric", True)
-        if not (is_eight_bit or is_grouped) or not symmetric_inputs or (inputs and self._bits != 8):
+        if not (is_eight_bit or is_grouped) or (inputs and not self._can_round(inputs)):
             raise SetupError(
                 "model_unavailable",
                 f"compressed-tensors weights of {self._bits} bits ({self._kind}, {strategy}, format {stored}) with"
                 " these activations are not served: W4A16, W8A16, and W8A8 in FP8 and INT8 are",
             )
+
+    def _can_round(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether activations are of the same eight bits as the weights."""
+        is_like_weights = (inputs.get("type", self._kind), inputs.get("num_bits", 8)) == (self._kind, self._bits)
+        return is_like_weights and self._bits == 8 and bool(inputs.get("symmetric", True))
 
     def names(self, module: str) -> bool:
         """Whether a target means this module: its class, its name or the end of it, or a pattern after `re:`."""
@@ -99,13 +115,17 @@ class _Group:
     def blocks(self, name: str, in_features: int, out_features: int, source: TensorSource) -> BlockMatrix:
         assert self.block is not None
         shape = (-(-out_features // self.block[0]), -(-in_features // self.block[1]))
-        numbers = source.take(f"{name}.weight", (out_features, in_features))
-        return BlockMatrix(numbers.to(FP8), source.take(f"{name}.weight_scale", shape).float(), self.block)
+        numbers = stored_numbers(source, name, (out_features, in_features), FP8)
+        return BlockMatrix(numbers, source.take(f"{name}.weight_scale", shape).float(), self.block)
 
     def matrix(self, name: str, in_features: int, out_features: int, source: TensorSource) -> EightBitMatrix:
-        numbers = source.take(f"{name}.weight", (out_features, in_features))
+        if not self._is_symmetric:
+            raise SetupError(
+                "model_unavailable", f"{name} has eight bits with zero points, which are served in pack-quantized alone"
+            )
+        dtype = FP8 if self._kind == "float" else torch.int8
+        numbers = stored_numbers(source, name, (out_features, in_features), dtype)
         source.ignore(f"{name}.weight_zero_point")
         input_scale = source.take_any(f"{name}.input_scale").float().max() if self._is_static else None
         scales = flexible_scales(source, f"{name}.weight_scale", out_features)
-        dtype = FP8 if self._kind == "float" else torch.int8
-        return EightBitMatrix(numbers.to(dtype), scales, input_scale, self._quantizes_input)
+        return EightBitMatrix(numbers, scales, input_scale, self._quantizes_input)

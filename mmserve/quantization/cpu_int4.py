@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from mmserve.quantization.dense import HAS_ONEDNN, PrepackedWeight
 from mmserve.quantization.grouped_ints import GroupedInts
+from mmserve.quantization.low_planes import LAYERED_BITS, LayeredPairs, PackedNibbles, PlainNibbles, pieces_of
 from mmserve.quantization.nibble_pairs import factor_of, paired, paired_input
 from mmserve.quantization.scheme import Placement
 
@@ -23,10 +24,13 @@ MAX_PACKED_ROWS = 4
 # Without a copy. 4096 x 4096, 64, 128 and 512 rows: 32, 71 and 257 ms packed, 40, 43 and 60 ms unpacked for the call
 # (one core with AMX).
 MAX_PACKED_ROWS_WITHOUT_COPY = 96
-# The packed layout is by blocks of rows; so many make a piece, which stays in a core's cache.
+# The packed layout is by blocks of rows; so many rows make a piece, which stays in a core's cache.
 _BLOCK = 64
-_BLOCKS_A_PIECE = 4
+_PIECE = 4 * _BLOCK
+# Of what is taken apart for a product. 1 MiB was the best of 1/8 to 4 MiB.
+_PIECE_BYTES = 1 << 20
 _MIDDLE = 8
+_BFLOAT16_BITS = 0xFFFF
 
 
 def can_pack_for_cpu(ints: GroupedInts, placement: Placement) -> bool:
@@ -44,18 +48,28 @@ def can_pack_for_cpu(ints: GroupedInts, placement: Placement) -> bool:
 
 
 class CpuInt4Weight:
-    """Scales and offsets are rounded to bfloat16, as the packed product takes them; wider numbers are in pairs."""
+    """Scales and offsets are rounded to bfloat16; wider numbers are in pairs.
 
-    def __init__(self, ints: GroupedInts, *, keeps_copy: bool = True) -> None:
+    `is_small`, these take no more room than their bits (docs/quantization.md says what that costs).
+    """
+
+    def __init__(self, ints: GroupedInts, *, keeps_copy: bool = True, is_small: bool = False) -> None:
         plain = replace(ints, order=None)
         self._group_size = ints.group_size
         self._factor = factor_of(ints.bits)
         halves = paired(plain) if self._factor > 1 else plain
         # PyTorch's formula is (number - 8) * scale + offset.
-        pairs = torch.stack((halves.scales, halves.offsets + _MIDDLE * halves.scales), dim=-1)
-        self._scales_and_offsets = pairs.transpose(0, 1).contiguous().bfloat16()
+        offsets = halves.offsets + _MIDDLE * halves.scales
+        self._scales = PackedScales(halves.scales, offsets, is_small=is_small)
         self._packed_group_size = halves.group_size
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(halves.numbers.to(torch.int32), 1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(halves.numbers.to(torch.int32), 1)
+        self._out_features, self._num_bytes = packed.shape
+        low_bits = max(ints.bits - 4, 0)
+        is_layered = is_small and low_bits in LAYERED_BITS
+        self._nibbles: PackedNibbles = (
+            LayeredPairs(packed, ints.group_size, low_bits) if is_layered else PlainNibbles(packed)
+        )
+        self._product_rows = max(_PIECE_BYTES // self._num_bytes // _BLOCK, 1) * _BLOCK if is_layered else None
         self._dense = PrepackedWeight(plain.dequantized().bfloat16()) if keeps_copy else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -64,28 +78,35 @@ class CpuInt4Weight:
         if x.shape[0] > MAX_PACKED_ROWS_WITHOUT_COPY:
             return self._unpacking_product(x, bias)
         halves = x if self._factor == 1 else paired_input(x, self._group_size, self._factor)
-        out = torch._weight_int4pack_mm_for_cpu(halves, self._packed, self._packed_group_size, self._scales_and_offsets)
+        out = self._packed_product(halves)
         return out if bias is None else out + bias
 
+    def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = [(0, self._out_features)]
+        if self._product_rows is not None:
+            pieces = pieces_of(self._out_features, self._product_rows)
+        outs = [
+            torch._weight_int4pack_mm_for_cpu(
+                x, self._nibbles.rows(start, stop), self._packed_group_size, self._scales.pairs(start, stop)
+            )
+            for start, stop in pieces
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
     def _unpacking_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], self._packed.shape[0])
-        size = _BLOCK * _BLOCKS_A_PIECE
-        whole = out.shape[1] // _BLOCK * _BLOCK
-        pieces = [(start, min(start + size, whole)) for start in range(0, whole, size)]
-        if whole < out.shape[1]:
-            pieces.append((whole, out.shape[1]))
-        for start, stop in pieces:
+        out = x.new_empty(x.shape[0], self._out_features)
+        for start, stop in pieces_of(self._out_features, _PIECE):
             out[:, start:stop] = F.linear(x, self._unpacked(start, stop))
         return out if bias is None else out.add_(bias)
 
     def _unpacked(self, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` in bfloat16: whole blocks, or the smaller one at the end."""
-        block, num_columns = min(_BLOCK, stop - start), self._packed.shape[1] * 2
-        packed = self._packed.flatten()[start * num_columns // 2 : stop * num_columns // 2]
+        block, num_columns = min(_BLOCK, stop - start), self._num_bytes * 2
+        packed = self._nibbles.rows(start, stop)
         columns_first = packed.view(-1, num_columns, block // 2).transpose(1, 2)
         halves = torch.cat((columns_first & 0xF, columns_first >> 4), dim=1)
         numbers = halves.index_select(1, packed_rows(block)).flatten(0, 1).bfloat16().sub_(_MIDDLE)
-        pairs = self._scales_and_offsets[:, start:stop].transpose(0, 1)
+        pairs = self._scales.pairs(start, stop).transpose(0, 1)
         scales, offsets = pairs[:, :, :1], pairs[:, :, 1:]
         if self._factor > 1:
             highs, lows = numbers.view(len(numbers), -1, 2, self._group_size).unbind(dim=2)
@@ -95,6 +116,39 @@ class CpuInt4Weight:
         else:
             grouped = numbers.view(len(numbers), -1, self._group_size)
         return torch.addcmul(offsets, grouped, scales).flatten(1)
+
+
+class PackedScales:
+    """Scales and offsets as the packed product takes them: bfloat16 `[groups, out, 2]`.
+
+    Where numbers count from the middle of their range, offsets are one and the same multiple of the scales. Small,
+    these are held alone then: half a bit for each weight in groups of 32, instead of a bit.
+    """
+
+    def __init__(self, scales: torch.Tensor, offsets: torch.Tensor, *, is_small: bool) -> None:
+        """Of float32 `[out, groups]`."""
+        self._multiple = common_multiple(scales, offsets) if is_small else None
+        held = scales if self._multiple is not None else torch.stack((scales, offsets), dim=-1)
+        self._held = held.transpose(0, 1).contiguous().bfloat16()
+
+    def pairs(self, start: int, stop: int) -> torch.Tensor:
+        """Those of rows `start` to `stop`, contiguous."""
+        held = self._held[:, start:stop].contiguous()
+        if self._multiple is None:
+            return held
+        # PyTorch interleaves two tensors three times as slowly as it shifts bits.
+        words = held.view(torch.int16).to(torch.int32).bitwise_and_(_BFLOAT16_BITS)
+        if self._multiple:
+            offsets = (held * self._multiple).view(torch.int16).to(torch.int32)
+            words.bitwise_or_(offsets.bitwise_left_shift_(16))
+        return words.view(torch.bfloat16).view(*held.shape, 2)
+
+
+def common_multiple(scales: torch.Tensor, offsets: torch.Tensor) -> float | None:
+    """By which all `offsets` are multiples of their `scales`; None if they are by different ones."""
+    at = scales.abs().argmax()
+    multiple = float(offsets.flatten()[at] / scales.flatten()[at])
+    return multiple if torch.allclose(multiple * scales, offsets, rtol=1e-5, atol=0.0) else None
 
 
 @cache

@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from mmserve.errors import SetupError
 from mmserve.kernels.cpu import widen
 from mmserve.quantization.dense import dense_weight
-from mmserve.quantization.scheme import LinearWeight, Placement, has_fp8_products
+from mmserve.quantization.scheme import LinearWeight, Placement, TensorSource, has_fp8_products
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -41,6 +42,18 @@ class EightBitMatrix:
     @property
     def max_number(self) -> float:
         return FP8_MAX if self.numbers.dtype is FP8 else INT8_MAX
+
+
+def stored_numbers(source: TensorSource, module: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a matrix. `SetupError` where they are of another kind than the configuration says."""
+    numbers = source.take(f"{module}.weight", shape)
+    if numbers.dtype is not dtype:
+        found, wanted = (str(kind).removeprefix("torch.") for kind in (numbers.dtype, dtype))
+        raise SetupError(
+            "model_unavailable",
+            f"weight {module}.weight is stored as {found}, but the checkpoint's quantization_config says {wanted}",
+        )
+    return numbers
 
 
 def stacked(parts: list[EightBitMatrix]) -> EightBitMatrix:
@@ -154,7 +167,8 @@ class WidenedWeight:
         self._dtype = placement.dtype if placement.dtype is not torch.float16 else torch.float32
         if placement.device.type == "cpu" and placement.keeps_copy and self._dtype is placement.dtype:
             self._dense = dense_weight(widen(matrix.numbers, placement.dtype))
-            self._matrix = replace(matrix, numbers=matrix.numbers[:0])
+            # Not a slice, which would keep all of them.
+            self._matrix = replace(matrix, numbers=matrix.numbers.new_empty(0))
         self._kind: Literal["fp8", "int8"] = "fp8" if matrix.numbers.dtype is FP8 else "int8"
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

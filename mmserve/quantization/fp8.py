@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mmserve.quantization.block_fp8 import BlockMatrix, block_weight
-from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, quantize_rows, stacked
+from mmserve.quantization.eight_bit import FP8, EightBitMatrix, eight_bit_weight, quantize_rows, stacked, stored_numbers
 from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, TensorSource
 
 # What is quantized without being asked for by name: towers, projectors and heads stay as they are.
@@ -38,17 +38,17 @@ class Fp8Scheme:
         )
 
     def _matrix(self, name: str, out_features: int, in_features: int, source: TensorSource) -> EightBitMatrix:
-        numbers = source.take(f"{name}.weight", (out_features, in_features))
+        numbers = stored_numbers(source, name, (out_features, in_features), FP8)
         scales = flexible_scales(source, f"{name}.weight_scale", out_features)
         input_scale = source.take_any(f"{name}.input_scale").float().max() if self._is_static else None
-        return EightBitMatrix(numbers.to(FP8), scales, input_scale)
+        return EightBitMatrix(numbers, scales, input_scale)
 
     def _blocks(
         self, name: str, out_features: int, in_features: int, source: TensorSource, block: tuple[int, int]
     ) -> BlockMatrix:
-        numbers = source.take(f"{name}.weight", (out_features, in_features))
+        numbers = stored_numbers(source, name, (out_features, in_features), FP8)
         shape = (-(-out_features // block[0]), -(-in_features // block[1]))
-        return BlockMatrix(numbers.to(FP8), source.take(f"{name}.weight_scale_inv", shape).float(), block)
+        return BlockMatrix(numbers, source.take(f"{name}.weight_scale_inv", shape).float(), block)
 
 
 class Fp8OnTheFly:

@@ -23,7 +23,8 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
         offsets=torch.cat([part.offsets for part in parts]),
     )
     if can_pack_for_cpu(stacked, placement):
-        return _in_order(CpuInt4Weight(stacked, keeps_copy=placement.keeps_copy), stacked.order)
+        weight = CpuInt4Weight(stacked, keeps_copy=placement.keeps_copy, is_small=placement.is_small)
+        return _in_order(weight, stacked.order)
     # In bfloat16 they are faster, but for the memory that they take (docs/performance-notes.md).
     if not placement.keeps_copy and can_pack_for_gpu(stacked, placement):
         return _in_order(GpuInt4Weight(stacked, placement), _moved(stacked.order, placement))

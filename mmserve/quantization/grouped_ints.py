@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mmserve.errors import SetupError
+
 
 @dataclass(frozen=True)
 class GroupedInts:
@@ -31,7 +33,15 @@ class GroupedInts:
         group_size: int,
         order: torch.Tensor | None = None,
     ) -> "GroupedInts":
-        """Of `(numbers - zeros) * scales`; `scales` and `zeros` `[out, in / group_size]` of any precision."""
+        """Of `(numbers - zeros) * scales`; `scales` and `zeros` `[out, in / group_size]` of any precision.
+
+        `SetupError` for a last group that is smaller than the others.
+        """
+        if numbers.shape[1] % group_size:
+            raise SetupError(
+                "model_unavailable",
+                f"weights in groups of {group_size} are not served where a matrix has {numbers.shape[1]} columns",
+            )
         scales = scales.float()
         return cls(numbers, scales, -zeros.float() * scales, bits, group_size, order)
 

@@ -33,11 +33,13 @@ class Placement:
     """Where a model computes, and in which precision.
 
     `keeps_copy`: quantized matrices may have a copy in the precision of computation beside them, where that is faster.
+    `is_small`: they are held in as few bytes as they can be multiplied from, which is slower.
     """
 
     dtype: torch.dtype
     device: torch.device
     keeps_copy: bool = True
+    is_small: bool = False
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,7 @@ class DummyCheckpoint:
         return frozenset()
 
     def has(self, name: str) -> bool:
-        method = self.config.get("quantization_config", {}).get("quant_method")
-        return name.startswith(_DECODER_LAYERS) and name.endswith(_STORED_PARTS.get(method, ()))
+        return name.startswith(_DECODER_LAYERS) and name.endswith(_STORED_PARTS.get(self._method, ()))
 
     def stored_name(self, name: str) -> str:
         return name
@@ -102,7 +101,15 @@ class DummyCheckpoint:
         weight = self._from_pool(name, shape)
         # Numbers for the scale above; a cast would make zeros of all.
         is_stored = self.has(f"{name}_scale") and len(shape) > 1
-        return weight.div_(self._scale).round_().clamp_(-127, 127) if is_stored else weight
+        if not is_stored:
+            return weight
+        numbers = weight.div_(self._scale).round_().clamp_(-127, 127)
+        return numbers.to(torch.float8_e4m3fn if self._method == "fp8" else torch.int8)
+
+    @property
+    def _method(self) -> str | None:
+        method: str | None = self.config.get("quantization_config", {}).get("quant_method")
+        return method
 
     @property
     def _scale(self) -> float:

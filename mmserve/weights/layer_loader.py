@@ -8,6 +8,7 @@ import torch
 
 from mmserve.attention.kv_scales import KVScales
 from mmserve.config import VisionAttentionName
+from mmserve.errors import SetupError
 from mmserve.layers.embedding import BlockEmbedding, Embedding
 from mmserve.layers.kernel_set import KernelSet, kernel_set
 from mmserve.layers.linear import Linear
@@ -15,7 +16,7 @@ from mmserve.layers.norm import LayerNorm, RMSNorm
 from mmserve.quantization.dense import dense_weight
 from mmserve.quantization.gguf import grouped_ints, is_grouped
 from mmserve.quantization.grouped import grouped_weight
-from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, QuantizationScheme
+from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement, QuantizationScheme, StackedWeights
 from mmserve.weights.loader import WeightReader
 
 
@@ -29,6 +30,7 @@ class LayerLoader:
     vision_attention: VisionAttentionName = "auto"
     scheme: QuantizationScheme | None = None
     keeps_copy: bool = True
+    is_small: bool = False
 
     @cached_property
     def kernels(self) -> KernelSet:
@@ -37,10 +39,22 @@ class LayerLoader:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.dtype, self.device, self.keeps_copy)
+        return Placement(self.dtype, self.device, self.keeps_copy, self.is_small)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.reader.take(name, shape).to(self.device, self.dtype)
+        """In full precision. `SetupError` for whole numbers: what they stand for, a scale would have to say."""
+        tensor = self.reader.take(name, shape)
+        if not tensor.is_floating_point():
+            stored = str(tensor.dtype).removeprefix("torch.")
+            raise SetupError(
+                "model_unavailable",
+                f"weight {name} is stored as {stored} without a scale, or in a form of quantization that is not served",
+            )
+        return tensor.to(self.device, self.dtype)
+
+    def is_full_precision(self, module: str) -> bool:
+        """Whether a module's matrix is stored as it is, so that `tensor` gives it."""
+        return not any(self.reader.has(f"{module}.{part}") for part in ("weight_scale", "weight_scale_inv", "qweight"))
 
     def embedding(self, name: str, shape: tuple[int, int]) -> Embedding | BlockEmbedding:
         """In the blocks that a GGUF file has it in, where these can be unpacked row by row."""
@@ -76,6 +90,9 @@ class LayerLoader:
 
     def _weight(self, names: Sequence[str], in_features: int, out_features: Sequence[int]) -> LinearWeight:
         placement = self.placement
+        if len({self.is_full_precision(name) for name in names}) > 1:
+            sizes = zip(names, out_features, strict=True)
+            return StackedWeights([self._weight([name], in_features, [size]) for name, size in sizes])
         if self.scheme is not None:
             spec = LinearSpec(tuple(names), in_features, tuple(out_features))
             quantized = self.scheme.load(spec, self.reader, placement)

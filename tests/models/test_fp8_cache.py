@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import engine_config, greedy, run_to_end
+from engine_driver import engine_config, greedy, prompt_logits, run_to_end
 from reference_models import VOCAB_SIZE, save_reference_model
 from safetensors.torch import load_file, save_file
 
 from mmserve.attention import torch_backend
 from mmserve.engine.engine import Engine
-from mmserve.engine.scheduler import advance
 from mmserve.kernels.cpu import store_kv
-from mmserve.request import SamplingParams, Sequence
 
 RANDOM = random.Random(0)
 PROMPTS = [[RANDOM.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (5, 16, 33, 70)]
@@ -44,24 +42,15 @@ def test_twice_the_blocks_in_the_same_memory_at_half_precision(folder: Path) -> 
     assert small._runner.kv_cache.layers[0].dtype is torch.float8_e4m3fn
 
 
-@torch.inference_mode()
-def logits(started: Engine, prompt: list[int], num_per_step: int = 16) -> torch.Tensor:
-    """Of every position, computed some tokens a step through the paged cache."""
-    runner, rows = started._runner, []
-    blocks = list(range(-(-len(prompt) // runner.block_size)))
-    sequence = Sequence("logits", prompt, SamplingParams(), block_ids=blocks)
-    while sequence.num_computed_tokens < len(prompt):
-        count = min(num_per_step, len(prompt) - sequence.num_computed_tokens)
-        rows.append(runner._model.logits(runner._forward(runner._inputs.build([advance(sequence, count)], {}))))
-    return torch.cat(rows)
-
-
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out - expected).norm() / expected.norm())
 
 
 def test_logits_are_those_of_rounded_keys_and_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounded, full = logits(engine(folder), PROMPTS[-1]), logits(Engine(engine_config(folder)), PROMPTS[-1])
+    rounded, full = (
+        prompt_logits(engine(folder), PROMPTS[-1]),
+        prompt_logits(Engine(engine_config(folder)), PROMPTS[-1]),
+    )
 
     def store_rounded(kv: torch.Tensor, cache: torch.Tensor, rows: torch.Tensor, *_: float) -> None:
         store_kv(kv.to(torch.float8_e4m3fn).float(), cache, rows)
@@ -69,7 +58,7 @@ def test_logits_are_those_of_rounded_keys_and_values(folder: Path, monkeypatch: 
     monkeypatch.setattr(torch_backend, "store_kv", store_rounded)
     twin = Engine(engine_config(folder))
     monkeypatch.setattr(twin._runner._attention, "_rounds_kv", True)
-    assert relative_error(rounded, logits(twin, PROMPTS[-1])) < 1e-4
+    assert relative_error(rounded, prompt_logits(twin, PROMPTS[-1])) < 1e-4
     assert 1e-3 < relative_error(rounded, full) < 0.2
 
 
@@ -103,7 +92,7 @@ def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
     assert [layer.scales.k for layer in layers_of(started)[:2]] == [1.0, 0.5]
     # Powers of two move the point and round nothing, but for the smallest numbers.
     plain = engine(save_reference_model("llama", tmp_path / "plain"))
-    assert relative_error(logits(started, PROMPTS[-1]), logits(plain, PROMPTS[-1])) < 0.02
+    assert relative_error(prompt_logits(started, PROMPTS[-1]), prompt_logits(plain, PROMPTS[-1])) < 0.02
 
 
 def test_warm_up_finds_values_that_would_be_cut_off(tmp_path: Path) -> None:

@@ -1,50 +1,24 @@
 """GGUF's blocks: unpacked bit for bit, multiplied as closely as bfloat16 allows."""
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import dequantize
+from gguf_models import KINDS, blocks_of
 
 from mmserve.layers.embedding import BlockEmbedding
+from mmserve.quantization import cpu_int4
 from mmserve.quantization.cpu_int4 import (
     MAX_PACKED_ROWS,
     MAX_PACKED_ROWS_WITHOUT_COPY,
     CpuInt4Weight,
+    PackedScales,
     can_pack_for_cpu,
+    common_multiple,
     packed_rows,
 )
 from mmserve.quantization.gguf import grouped_ints
+from mmserve.quantization.low_planes import LayeredPairs, pieces_of
 from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
 from mmserve.quantization.scheme import Placement
-
-# By kind: bits, columns a group, and where in a block its float16 factors are.
-KINDS = {
-    "Q4_0": (4, 32, [0]),
-    "Q4_1": (4, 32, [0, 2]),
-    "Q5_0": (5, 32, [0]),
-    "Q5_1": (5, 32, [0, 2]),
-    "Q8_0": (8, 32, [0]),
-    "Q4_K": (4, 32, [0, 2]),
-    "Q5_K": (5, 32, [0, 2]),
-    "Q6_K": (6, 16, [208]),
-}
-
-
-def blocks_of(kind: str, out_features: int, in_features: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random bytes under small factors, and the matrix that the gguf package reads out of them, float32.
-
-    So bits of every value stand in every place, not only what a quantizer writes.
-    """
-    block_size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    generator = np.random.default_rng(seed)
-    num_blocks = in_features // block_size
-    data = generator.integers(0, 256, (out_features, num_blocks * num_bytes), dtype=np.uint8)
-    for place in KINDS[kind][2]:
-        factors = generator.normal(0, 0.01, (out_features, num_blocks, 1)).astype(np.float16)
-        data.reshape(out_features, num_blocks, -1)[:, :, place : place + 2] = factors.view(np.uint8)
-    return torch.from_numpy(data), torch.from_numpy(dequantize(data, GGMLQuantizationType[kind]).copy())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,13 +51,13 @@ def test_pairs_are_the_same_matrix(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keeps_copy", [True, False])
+@pytest.mark.parametrize(("keeps_copy", "is_small"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_PACKED_ROWS_WITHOUT_COPY + 1])
 @pytest.mark.parametrize("out_features", [48, 144, 320])
-def test_products(kind: str, keeps_copy: bool, num_rows: int, out_features: int) -> None:
+def test_products(kind: str, keeps_copy: bool, is_small: bool, num_rows: int, out_features: int) -> None:
     """Scales are rounded to bfloat16 in the packed product, the matrix is in the others; blocks of rows may be left."""
     data, matrix = blocks_of(kind, out_features, 512)
-    weight = CpuInt4Weight(grouped_ints(data, kind), keeps_copy=keeps_copy)
+    weight = CpuInt4Weight(grouped_ints(data, kind), keeps_copy=keeps_copy, is_small=is_small)
     x = torch.randn(num_rows, 512, dtype=torch.bfloat16)
     bias = torch.randn(out_features, dtype=torch.bfloat16)
     for added in (None, bias):
@@ -141,12 +115,33 @@ def test_embeddings_are_unpacked_row_by_row(kind: str) -> None:
     torch.testing.assert_close(embedding.as_head().apply(x, None), x @ matrix.T)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ratio"), [("Q4_0", 1.12), ("Q4_1", 1.0), ("Q4_K", 1.12), ("Q5_K", 1.64), ("Q6_K", 1.53), ("Q8_0", 1.06)]
-)
-def test_memory_beside_that_of_the_blocks(kind: str, ratio: float) -> None:
-    """Without a copy. PyTorch's product has a scale and an offset for each group, whether the format does or not."""
-    data, _ = blocks_of(kind, 64, 512)
-    weight = CpuInt4Weight(grouped_ints(data, kind), keeps_copy=False)
-    held = sum(x.nbytes for x in vars(weight).values() if isinstance(x, torch.Tensor))
-    assert held / data.nbytes == pytest.approx(ratio, abs=0.01)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out_features", [16, 112, 128, 2096])
+def test_small_is_the_same_product(kind: str, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, of which the last is a smaller block; what is taken apart are the very nibbles."""
+    monkeypatch.setattr(cpu_int4, "_PIECE_BYTES", 1 << 16)
+    ints = grouped_ints(blocks_of(kind, out_features, 512)[0], kind)
+    plain, small = (CpuInt4Weight(ints, keeps_copy=False, is_small=is_small) for is_small in (False, True))
+    for start, stop in pieces_of(out_features, 128):
+        assert torch.equal(small._nibbles.rows(start, stop), plain._nibbles.rows(start, stop))
+    assert isinstance(small._nibbles, LayeredPairs) is (ints.bits in (5, 6))
+    x = torch.randn(3, 512, dtype=torch.bfloat16)
+    out, expected = small.apply(x, None), plain.apply(x, None)
+    if kind == "Q8_0":
+        # Its offsets are rounded after the scales.
+        assert float((out - expected).float().norm() / expected.float().norm()) < 8e-3
+    else:
+        assert torch.equal(out, expected)
+
+
+def test_offsets_that_follow_from_scales() -> None:
+    scales = torch.tensor([[0.5, -0.25, 0.0], [2.0, 1.0, 3.0]])
+    assert common_multiple(scales, 0.0 * scales) == 0.0
+    assert common_multiple(scales, 7.5 * scales) == 7.5
+    assert common_multiple(scales, 7.5 * scales + torch.tensor([0.0, 0.0, 1e-3])) is None
+    assert common_multiple(0.0 * scales, 0.0 * scales) is None
+    for offsets in (0.0 * scales, 7.5 * scales, scales + 1.0):
+        small, plain = (PackedScales(scales, offsets, is_small=is_small) for is_small in (True, False))
+        for rows in ((0, 2), (1, 2)):
+            assert torch.equal(small.pairs(*rows), plain.pairs(*rows))
+            assert small.pairs(*rows).is_contiguous()

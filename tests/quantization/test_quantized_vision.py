@@ -1,121 +1,151 @@
-"""A vision-language model whose decoder is quantized: the tower is not, and pictures keep what tells them apart."""
+"""Quantized vision-language models: what sees is as it was, and pictures are ranked as in full precision."""
 
-import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_driver import engine_config, greedy
-from reference_qwen_vl import IMAGE_TOKEN, Reference, save_qwen_vl
-from safetensors.torch import load_file, save_file
-from stored_matrices import compressed_words
-from vision_driver import build_prompt, patch_store, random_picture, random_text, relative_error, run_with_images
+from picture_ranking import FAMILIES, MIN_FALL, MIN_FALL_QUANTIZED, NUM_PICTURES, SeenPictures, save_seeing_model
+from reference_gguf import save_reference_gguf
+from reference_models import save_reference_model
+from stored_models import FORMS, is_of_encoder, stored
+from vision_driver import relative_error
 
 from mmserve.engine.engine import Engine
+from mmserve.errors import SetupError
+from mmserve.vision import feed_forward
+from mmserve.weights.checkpoint import open_checkpoint
 
-GROUP = 32
-PICTURES = [(1, 161, 184), (2, 161, 184), (3, 120, 200), (4, 200, 120), (5, 300, 100)]
-
-
-def as_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    scales = weight.abs().amax(dim=1, keepdim=True) / 448
-    return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
-
-
-def as_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    scales = weight.abs().amax(dim=1, keepdim=True) / 127
-    return {"weight": (weight / scales).round().to(torch.int8), "weight_scale": scales}
+# Precision, and whether a CPU has the matrices in bfloat16, too.
+WAYS = [("float32", "keep"), ("float16", "keep"), ("bfloat16", "keep"), ("bfloat16", "never")]
+ON_LOAD = "fp8 on load"
+# Of its output, where activations are rounded, too: to 8 bits, or to FP8's 4.
+ENCODER_ERRORS = {"int8 w8a8": 2.5e-2, "fp8 w8a8": 8e-2, "fp8": 8e-2, "fp8 static": 8e-2}
 
 
-def as_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    grouped = weight.view(weight.shape[0], -1, GROUP)
-    scales = grouped.abs().amax(dim=2) / 7.5
-    numbers = (grouped / scales[:, :, None]).round().clamp(-8, 7).view(weight.shape) + 8
-    return {"weight_packed": compressed_words(numbers, 4), "weight_scale": scales}
+class Seeing:
+    """A checkpoint in full precision, and what it sees in each precision of computation."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.reference = save_seeing_model(family, folder)
+        self.folder = folder
+        self.full = cache(self._full)
+
+    def _full(self, dtype: str) -> SeenPictures:
+        return self.see(self.folder, dtype=dtype)
+
+    def see(self, folder: Path, **fields: Any) -> SeenPictures:
+        return SeenPictures(folder, self.reference, **fields)
 
 
-def group_of(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    group = {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["re:.*visual.*"]}
+@pytest.fixture(scope="module", params=FAMILIES)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing(request.param, tmp_path_factory.mktemp(request.param))
 
 
-FORMS = {
-    "fp8": (as_fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
-    "int8": (as_int8, group_of({"num_bits": 8, "type": "int", "strategy": "channel"})),
-    "int4": (as_int4, group_of({"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP})),
-}
+def check_ranking(small: SeenPictures, full: SeenPictures) -> None:
+    """The order of the pictures is far from chance in full precision, and is the same after quantization."""
+    assert full.smallest_fall > MIN_FALL
+    assert float((small.similarities - full.similarities).abs().max()) < 0.75 * full.smallest_fall
+    assert small.smallest_fall > MIN_FALL_QUANTIZED
+    in_order = list(range(NUM_PICTURES))
+    for seen in (small, full):
+        assert seen.similarities[[0, -1]].argsort(dim=1, descending=True).tolist() == [in_order, in_order[::-1]]
+    across = torch.nn.functional.cosine_similarity(small.hidden[:, None], full.hidden[None], dim=-1)
+    assert across.argmax(dim=1).tolist() == in_order
 
 
-def quantized(folder: Path, out: Path, form: str) -> Path:
-    """The checkpoint in `folder` with its decoder's matrices in `form`."""
-    quantize, stored = FORMS[form]
-    out.mkdir()
-    for file in folder.iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
-    file = out / "model.safetensors"
-    tensors: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(file).items():
-        if "visual" not in name and name.endswith("_proj.weight"):
-            tensors |= {name.removesuffix("weight") + part: x.contiguous() for part, x in quantize(weight).items()}
-        else:
-            tensors[name] = weight
-    assert any("_scale" in name for name in tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-    return out
+@pytest.mark.parametrize("form", [*FORMS, ON_LOAD])
+def test_pictures_are_ranked_as_in_full_precision(form: str, seeing: Seeing, tmp_path: Path) -> None:
+    folder = seeing.folder if form == ON_LOAD else stored(seeing.folder, tmp_path / "small", form)
+    asked = {"quantization": "fp8"} if form == ON_LOAD else {}
+    for dtype, dense_copy in WAYS:
+        small, full = seeing.see(folder, dtype=dtype, dense_copy=dense_copy, **asked), seeing.full(dtype)
+        assert all(map(torch.equal, small.encoded, full.encoded))
+        assert 1e-2 < relative_error(small.hidden, full.hidden) < 0.3
+        check_ranking(small, full)
 
 
-class Pictures:
-    """One engine, and what its model makes of each of `PICTURES`."""
-
-    def __init__(self, folder: Path, reference: Reference) -> None:
-        model: Any
-        engine = Engine(engine_config(folder))
-        model = engine._runner._model
-        pictures = [reference.picture(random_picture(*each)) for each in PICTURES]
-        with torch.inference_mode():
-            self.encoded = model.encode_images([item.patches for picture in pictures for item in picture.items])
-        seen: list[torch.Tensor] = []
-        logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
-
-        def logits_seen(hidden: torch.Tensor) -> torch.Tensor:
-            seen.append(hidden)
-            return logits(hidden)
-
-        model.logits = logits_seen
-        with patch_store() as store:
-            for picture in pictures:
-                prompt = build_prompt([picture, random_text(0, 8, range(3, 400))], IMAGE_TOKEN, store)
-                run_with_images(engine, [prompt], greedy(1))
-        self.hidden = torch.stack([hidden[-1] for hidden in seen]).float()
-
-    def similarities(self, others: torch.Tensor) -> torch.Tensor:
-        """Of each picture's last hidden state to each of others."""
-        return torch.nn.functional.cosine_similarity(self.hidden[:, None], others[None], dim=-1)
+def _blank(engine: Engine) -> None:
+    model: Any = engine._runner._model
+    encode = model.encode_images
+    model.encode_images = lambda patches: [torch.zeros_like(tokens) for tokens in encode(patches)]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference("qwen2_5_vl", save_qwen_vl("qwen2_5_vl", tmp_path_factory.mktemp("model")))
+def _all_the_same(engine: Engine) -> None:
+    model: Any = engine._runner._model
+    encode = model.encode_images
+    first: list[torch.Tensor] = []
+
+    def encode_first(patches: Any) -> list[torch.Tensor]:
+        first.extend(encode(patches)[: 1 - len(first)])
+        return first * len(patches)
+
+    model.encode_images = encode_first
 
 
-@pytest.fixture(scope="module")
-def full(reference: Reference) -> Pictures:
-    return Pictures(reference.folder, reference)
+def _dropped(engine: Engine) -> None:
+    encoder: Any = engine._runner.encoder
+    encoder.place = lambda embedded, rows: (embedded, [])
+
+
+@pytest.mark.parametrize("spoil", [_blank, _all_the_same, _dropped])
+@pytest.mark.parametrize("form", ["awq", "int8 w8a8", "fp8"])
+def test_one_answer_for_all_pictures_is_noticed(
+    spoil: Callable[[Engine], None], form: str, seeing: Seeing, tmp_path: Path
+) -> None:
+    folder = stored(seeing.folder, tmp_path / "small", form)
+    full = seeing.full("float32")
+    check_ranking(seeing.see(folder), full)
+    spoiled = seeing.see(folder, spoil=spoil)
+    assert abs(spoiled.smallest_fall) < 1e-4
+    with pytest.raises(AssertionError):
+        check_ranking(spoiled, full)
+
+
+def test_pictures_in_another_order_are_noticed(seeing: Seeing) -> None:
+    full, turned = seeing.full("float32"), seeing.see(seeing.folder)
+    turned.hidden = turned.hidden[[0, 2, 1, 3, 4]]
+    assert turned.smallest_fall < 0
+    with pytest.raises(AssertionError):
+        check_ranking(turned, full)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pictures_are_told_apart(form: str, reference: Reference, full: Pictures, tmp_path: Path) -> None:
-    small = Pictures(quantized(reference.folder, tmp_path / form, form), reference)
-    for expected, out in zip(full.encoded, small.encoded, strict=True):
-        assert torch.equal(out, expected)
-    assert relative_error(small.hidden, full.hidden) > 1e-4
-    # Each picture is nearest to itself: the answers are not one for all.
-    assert small.similarities(full.hidden).argmax(dim=1).tolist() == list(range(len(PICTURES)))
-    if form == "int8":
-        # What four bits cost a random model of this size is more than what its pictures differ by.
-        rankings = [each.similarities(each.hidden).argsort(dim=1).tolist() for each in (small, full)]
-        assert rankings[0] == rankings[1]
+def test_an_encoder_that_is_quantized(form: str, seeing: Seeing, tmp_path: Path) -> None:
+    """Published checkpoints leave it as it is. Where one does not, its output is that of the stored numbers."""
+    folder = stored(seeing.folder, tmp_path / "small", form, is_of_encoder)
+    unpacked = stored(seeing.folder, tmp_path / "unpacked", form, is_of_encoder, unpacked=True)
+    for dtype, dense_copy in WAYS:
+        small, same = (
+            torch.cat(seeing.see(each, dtype=dtype, dense_copy=dense_copy).encoded).float()
+            for each in (folder, unpacked)
+        )
+        assert relative_error(small, same) < ENCODER_ERRORS.get(form, 2e-2)
+        if form.startswith(("w8a16", "int8")):
+            assert relative_error(small, torch.cat(seeing.full(dtype).encoded).float()) < 3e-2
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8"])
+def test_layers_that_would_be_padded_are_not_where_they_are_quantized(
+    form: str, seeing: Seeing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the towers' feed-forward layers are as wide as its products like it: in full precision."""
+    folders = (seeing.folder, stored(seeing.folder, tmp_path / "small", form, is_of_encoder))
+    before = [torch.cat(seeing.see(folder).encoded) for folder in folders]
+    monkeypatch.setattr(feed_forward, "padded_width", lambda inner, device: inner + 32)
+    for folder, expected in zip(folders, before, strict=True):
+        torch.testing.assert_close(torch.cat(seeing.see(folder).encoded), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gguf_file_of_a_vision_language_model_is_refused(tmp_path: Path) -> None:
+    """Its encoder is in another file, and its pictures would be left out of every answer."""
+    folder = save_reference_model("qwen2", tmp_path / "qwen2", num_hidden_layers=1)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"model_type": "qwen2"', '"model_type": "qwen2vl"'))
+    file = save_reference_gguf(folder, tmp_path / "model.gguf")
+    with pytest.raises(SetupError, match="'qwen2vl' is not supported") as caught:
+        open_checkpoint(str(file))
+    assert caught.value.code == "model_unavailable"
