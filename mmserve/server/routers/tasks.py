@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.responses import JSONResponse
 
 from mmserve.errors import MMServeError
-from mmserve.pipelines.events import Done, Event, TextAdded
+from mmserve.pipelines.events import Event, stream_data
 from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.documents import SentDocument, SentTask, brought, receive_task
 from mmserve.server.errors import as_mmserve_error, envelope
@@ -125,10 +125,8 @@ async def _work_off(call: TaskCall, index: int, queue: _Queue) -> None:
         return frame({"type": kind, "index": index, "name": name, **data}, event=kind)
 
     def tell(event: Event) -> None:
-        if isinstance(event, TextAdded):
-            queue.put_nowait(framed("delta", event.to_dict()))
-        elif not isinstance(event, Done):
-            queue.put_nowait(framed("progress", {"event": event.kind, **event.to_dict()}))
+        if (told := stream_data(event)) is not None:
+            queue.put_nowait(framed(*told))
 
     try:
         name, path = await brought(document, call.sent.folder, call.state, call.run.owner)
