@@ -103,12 +103,10 @@ class JobRun:
         except Exception as error:
             await self._flush()
             await queue.fail_file(job, index, _as_known(error))
-            self._bench.counters.documents[job.task, "failed"] += 1
             return
         self._file_tellers[index].finish()
         await self._flush()
         await queue.finish_file(job, index, key if options.is_repeatable else None, result)
-        self._bench.counters.documents[job.task, "done"] += 1
 
     async def _result(self, index: int, key: ResultKey, options: TaskOptions) -> dict[str, Any]:
         job, bench = self._job, self._bench
@@ -116,7 +114,6 @@ class JobRun:
         if options.is_repeatable and not job.no_cache:
             cached = await bench.results.get(job.owner, key, name=name)
             if cached is not None:
-                bench.counters.documents_cached[job.task] += 1
                 tell_text(cached, self._file_tellers[index])
                 return cached
         file = await bench.files.get(job.owner, job.files[index].file_id)
@@ -137,21 +134,16 @@ class JobRun:
         reader = RememberingReader(place.reader, bench.database, job.owner, bench.retention_seconds)
         engine = RememberingEngine(place.engine_for(job.owner), bench.database, job.id, place.model)
         self._file_tellers[index].start_again()
-        try:
-            with place.watched(job.task, self._file_tellers[index]) as tell:
-                result = await TASKS[job.task].run(
-                    file.path,
-                    name=file.filename,
-                    engine=engine,
-                    prompts=place.prompts_for(job.owner),
-                    reader=reader,
-                    options=options,
-                    on_event=tell,
-                )
-        finally:
-            bench.counters.pages[job.task] += reader.num_read
-            bench.counters.num_pages_remembered += reader.num_remembered
-            bench.counters.num_answers_replayed += engine.num_replayed
+        with place.watched(job.task, self._file_tellers[index]) as tell:
+            result = await TASKS[job.task].run(
+                file.path,
+                name=file.filename,
+                engine=engine,
+                prompts=place.prompts_for(job.owner),
+                reader=reader,
+                options=options,
+                on_event=tell,
+            )
         return result.to_dict()
 
     async def _flush_now_and_then(self) -> None:
