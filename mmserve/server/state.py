@@ -130,7 +130,7 @@ class ServerState:
         reading = (self.reader.options, self.reader.limits, self.prompts.limits)
         return f"{self.system_fingerprint}|{weights!r}|{reading!r}"
 
-    def watched(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
+    def watched(self, task: "TaskName", on_event: "OnEvent") -> TaskObserver:
         """To be entered around a task, which tells what it gets; metrics, traces and the log line hear of it."""
         return TaskObserver(task, self.metrics.tasks, self.tracing, on_event)
 

@@ -33,7 +33,7 @@ class TaskCall:
 
     @property
     def state(self) -> ServerState:
-        return self.run.state
+        return self.run.place
 
     @property
     def is_single(self) -> bool:
@@ -59,7 +59,7 @@ async def _answer(task: TaskName, request: Request, state: ServerState, owner: s
         state.model_name(fields.model)
         # A schema takes a while to check.
         options = await asyncio.to_thread(fields.to_options)
-        call = TaskCall(TaskRun(state, owner, task, options, fields.no_cache), sent)
+        call = TaskCall(TaskRun(state, state.jobs.results, owner, task, options, fields.no_cache), sent)
         timeout = state.settings.request_timeout
         if fields.stream:
             on_end = cleanup.pop_all().close
