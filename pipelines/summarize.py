@@ -80,7 +80,7 @@ async def summarize(
         on_event=on_event,
         wordings=[prompt.wording(is_final=True)],
         max_tokens=_MAX_TOKENS[options.length],
-        lengthy_option="prompt" if options.prompt else None,
+        lengthy_option="prompt" if options.prompt else "max_tokens",
     )
     return await _Summarizer(work, options, prompt).run()
 
