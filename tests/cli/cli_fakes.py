@@ -13,7 +13,7 @@ from typer.testing import Result
 
 from mmserve import cli
 from mmserve.commands import documents
-from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, Task, TaskOptions, Worker, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, DocumentTask, ModelOptions, Worker, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
 from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError
 from mmserve.pipelines.batch import Source
@@ -80,7 +80,7 @@ def shout(
     greeting: Annotated[str, typer.Option(help="Tells one run from another.")] = "hello",
 ) -> None:
     """Shout what documents say."""
-    run_task(paths, Task("shout", greeting, start), files, TaskOptions(engine, pages))
+    run_task(paths, DocumentTask("shout", greeting, start), files, ModelOptions(engine, pages))
 
 
 @contextlib.contextmanager
