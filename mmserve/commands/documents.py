@@ -20,7 +20,6 @@ from mmserve.commands.outputs import (
     DocumentSink,
     OutputFolder,
     OutputFormat,
-    Result,
     ResultPrinter,
     failure_report,
 )
@@ -33,6 +32,7 @@ from mmserve.weights import hub
 if TYPE_CHECKING:
     from mmserve.engine.client import EngineClient
     from mmserve.engine.prompt_builder import PromptBuilder
+    from mmserve.pipelines.tasks import TaskResult
     from mmserve.vision.pages import PageReader
 
 EXIT_SOME_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -107,7 +107,7 @@ class BatchCommandOptions(RemoteOptions):
             raise RequestError("invalid_request", f"the folder of {self.report} does not exist", param="report")
 
 
-Worker = Callable[[Source], Awaitable[Result]]
+Worker = Callable[[Source], "Awaitable[TaskResult]"]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from mmserve import cli
 from mmserve.commands import documents
 from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, DocumentTask, ModelOptions, Worker, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
-from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError
+from mmserve.errors import DocumentError, EngineError, SetupError
 from mmserve.pipelines.batch import Source
+from mmserve.pipelines.events import PageReport
 
 Invoke = Callable[..., Result]
 app = typer.Typer()
@@ -26,16 +27,10 @@ num_refused = 0
 
 
 @dataclass(frozen=True)
-class Page:
-    number: int
-    problem: MMServeError | None = None
-
-
-@dataclass(frozen=True)
 class Shout:
     name: str
     text: str
-    pages: tuple[Page, ...] = ()
+    pages: tuple[PageReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "text": self.text, "num_pages": len(asdict(self)["pages"])}
@@ -65,7 +60,8 @@ def start(_engine: object, _reader: object, _prompts: object, tell: Callable[[st
             print("waiting", file=sys.stderr, flush=True)
             await asyncio.sleep(60)
         problem = DocumentError("page_too_large", "It is too large.") if text.startswith("large") else None
-        return Shout(source.name, text.upper(), (Page(1), Page(2, problem)))
+        reports = PageReport(1, "text_layer", False), PageReport(2, "text_layer", False, problem)
+        return Shout(source.name, text.upper(), reports)
 
     return shout
 
