@@ -123,7 +123,7 @@ class DocumentTask:
     name: str
     options: str
     start: "Callable[[EngineClient, PageReader, PromptBuilder, Callable[[str], None]], Worker]"
-    start_remote: Callable[[RemoteServer, Mapping[str, Any], Callable[[str], None]], Worker] | None = None
+    start_remote: Callable[[RemoteServer, Mapping[str, Any], Callable[[str], None]], Worker]
 
 
 @dataclass(frozen=True)
@@ -308,9 +308,7 @@ class _Run:
             await run_batch(sources, start(), sink, self._batch_options, self._totals)
 
     async def _work_remotely(self, sources: Iterable[Source], sink: DocumentSink, options: ModelOptions) -> None:
-        start_remote, files = self._task.start_remote, self._files
-        if start_remote is None:
-            raise RequestError("invalid_request", f"no server does {self._task.name}", param="server")
+        files = self._files
         is_default = options.engine.model == EngineOptions.model
         fields = {
             "model": None if is_default else options.engine.model,
@@ -320,7 +318,7 @@ class _Run:
         }
         async with RemoteServer.connected(files, num_connections=files.jobs) as server:
             self._display.describe(BAR_TITLE)
-            work = start_remote(server, fields, self._display.describe)
+            work = self._task.start_remote(server, fields, self._display.describe)
             await run_batch(sources, work, sink, self._batch_options, self._totals)
 
     def _outcome(self) -> str:

@@ -38,10 +38,6 @@ class EightBitMatrix:
     input_scale: torch.Tensor | None = None
     quantizes_input: bool = True
 
-    @property
-    def max_number(self) -> float:
-        return FP8_MAX if self.numbers.dtype is FP8 else INT8_MAX
-
 
 def stacked(parts: list[EightBitMatrix]) -> EightBitMatrix:
     """Matrices of one input by rows. Static scales may differ: the largest covers all."""

@@ -66,6 +66,10 @@ def start(_engine: object, _reader: object, _prompts: object, tell: Callable[[st
     return shout
 
 
+def start_remote(_server: object, _fields: object, _tell: object) -> Worker:
+    raise NotImplementedError("no server shouts")
+
+
 @app.command()
 @with_option_groups
 def shout(
@@ -76,7 +80,7 @@ def shout(
     greeting: Annotated[str, typer.Option(help="Tells one run from another.")] = "hello",
 ) -> None:
     """Shout what documents say."""
-    run_task(paths, DocumentTask("shout", greeting, start), files, ModelOptions(engine, pages))
+    run_task(paths, DocumentTask("shout", greeting, start, start_remote), files, ModelOptions(engine, pages))
 
 
 @contextlib.contextmanager
