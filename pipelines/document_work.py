@@ -17,6 +17,7 @@ from mmserve.errors import DocumentError, RequestError
 from mmserve.pipelines.answers import Answer, Usage, answer_text, statements
 from mmserve.pipelines.checked_text import ReadText, StatementSink
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
+from mmserve.pipelines.concurrency import end_all
 from mmserve.pipelines.document import DocumentReader, DocumentReading
 from mmserve.pipelines.engine_protocol import Prompt, Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded, tell_nobody
@@ -155,7 +156,7 @@ class DocumentWork:
                 await self._start(answer, last, tasks)
             return None, await asyncio.gather(*tasks)
         finally:
-            await _end_all(tasks)
+            await end_all(tasks)
 
     async def _start(
         self, answer: Callable[[int, Part], Coroutine[Any, Any, T]], part: Part, tasks: list[asyncio.Task[T]]
@@ -306,21 +307,6 @@ class DocumentWork:
             "media_type": document.media_type,
             "sha256": document.sha256,
         }
-
-
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in order; when one fails, the others are ended."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _end_all(tasks)
-
-
-async def _end_all(tasks: Sequence[asyncio.Task[T]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _undrawn(error: DocumentError) -> str:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.responses import JSONResponse
 
 from mmserve.errors import MMServeError
+from mmserve.pipelines.concurrency import end_all
 from mmserve.pipelines.events import Event, stream_data
 from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.documents import SentDocument, SentTask, brought, receive_task
@@ -111,9 +112,7 @@ async def _frames(call: TaskCall) -> AsyncGenerator[str, None]:
                 is_first = False
                 yield item.text if isinstance(item, _Failure) else item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
     yield frame({"type": "done"}, event="done")
 
 
