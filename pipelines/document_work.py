@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +17,13 @@ from mmserve.errors import DocumentError, RequestError
 from mmserve.pipelines.answers import Answer, Usage, answer_text, statements
 from mmserve.pipelines.checked_text import ReadText, StatementSink
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
+from mmserve.pipelines.concurrency import end_all
 from mmserve.pipelines.document import DocumentReader, DocumentReading
 from mmserve.pipelines.engine_protocol import Prompt, Prompts, TextEngine
 from mmserve.pipelines.events import OnEvent, RequestFinished, RequestSubmitted, Stage, TextAdded, tell_nobody
 from mmserve.pipelines.page_views import PageViews, sends_pictures
 from mmserve.pipelines.prompts import FENCE_SLACK_TOKENS, Content, Fence, Wording, takes_system_message
+from mmserve.pipelines.repetition import LoopDetector
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.request import SamplingParams, StructuredOutput
 from mmserve.vision.pages import parse_page_selection
@@ -34,7 +37,8 @@ _MIN_PART_TOKENS = 64
 class PartRequest:
     """One request. `number` counts from 1 within its stage; 0 is the request that gives the result.
 
-    `max_tokens` of the answer is the work's if None, and less where the context has less room.
+    `max_tokens` of the answer is the work's if None, and less where the context has less room. Pages that cannot be
+    drawn are read by their text, unless `needs_pictures`.
     """
 
     stage: Stage
@@ -43,6 +47,7 @@ class PartRequest:
     wording: Wording
     structured: StructuredOutput | None = None
     max_tokens: int | None = None
+    needs_pictures: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class _Asking:
 class DocumentWork:
     """`reading` has what was read so far, `written` the result's text, `notes` sentences on what went wrong.
 
-    `budget` is what the pages of one request may take, `max_tokens` an answer, both in tokens.
+    `budget` is what the pages of one request may take, `max_tokens` an answer, both in tokens. Parts of a document are
+    asked about in `slots`.
     """
 
     def __init__(
@@ -68,20 +74,22 @@ class DocumentWork:
         *,
         wordings: Iterable[Wording],
         max_tokens: int,
-        lengthy_option: str | None,
+        answer_share: float,
+        lengthy_option: str,
     ) -> None:
         self.reading = reading
         self.usage = Usage()
         self.notes: list[str] = []
         self.written = ""
-        self.max_tokens = min(options.max_tokens or max_tokens, max(engine.max_model_len // 4, 1))
+        self.max_tokens = min(options.max_tokens or max_tokens, max(int(engine.max_model_len * answer_share), 1))
+        self.slots = asyncio.Semaphore(engine.config.scheduler.max_num_seqs)
         self._engine = engine
         self._prompts = prompts
         self._options = options
         self.tell = tell
-        self._slots = asyncio.Semaphore(engine.config.scheduler.max_num_seqs)
         self._has_system = takes_system_message(engine.tokenizer)
-        self.budget = self._part_budget(wordings, lengthy_option or "max_tokens")
+        self._wordings = wordings
+        self._lengthy_option = lengthy_option
         self._views: PageViews | None = None
 
     @classmethod
@@ -97,10 +105,11 @@ class DocumentWork:
         on_event: OnEvent | None,
         wordings: Iterable[Wording],
         max_tokens: int,
-        lengthy_option: str | None = None,
+        answer_share: float = 0.25,
+        lengthy_option: str = "max_tokens",
     ) -> "DocumentWork":
         """`wordings` are those of all requests to come, which `lengthy_option` may make long; `max_tokens` holds where
-        the options say nothing.
+        the options say nothing. An answer gets at most `answer_share` of the context.
 
         Raises `DocumentError` for a document that cannot be read, `RequestError` for options that do not fit it or the
         model.
@@ -114,12 +123,17 @@ class DocumentWork:
             *(reading, engine, prompts, options, tell),
             wordings=wordings,
             max_tokens=max_tokens,
+            answer_share=answer_share,
             lengthy_option=lengthy_option,
         )
         if takes_pictures:
             limits = prompts.limits.narrowed(min_pixels=options.min_pixels, max_pixels=options.max_pixels)
             work._views = PageViews(document, prompts, options.mode, limits, work.budget)
         return work
+
+    @property
+    def takes_pictures(self) -> bool:
+        return self._views is not None
 
     async def read(self, answer: Callable[[int, Part], Coroutine[Any, Any, T]]) -> tuple[Part | None, list[T]]:
         """Read all pages. A document that fits one request comes back as its one part, None if there is no page in it.
@@ -142,17 +156,17 @@ class DocumentWork:
                 await self._start(answer, last, tasks)
             return None, await asyncio.gather(*tasks)
         finally:
-            await _end_all(tasks)
+            await end_all(tasks)
 
     async def _start(
         self, answer: Callable[[int, Part], Coroutine[Any, Any, T]], part: Part, tasks: list[asyncio.Task[T]]
     ) -> None:
-        await self._slots.acquire()
+        await self.slots.acquire()
         for task in tasks:
             if task.done():
                 task.result()
         task = asyncio.create_task(answer(len(tasks) + 1, part))
-        task.add_done_callback(lambda _task: self._slots.release())
+        task.add_done_callback(lambda _task: self.slots.release())
         tasks.append(task)
 
     async def _parts_of(self, page: PageText, packer: PartPacker) -> list[Part]:
@@ -169,6 +183,11 @@ class DocumentWork:
             return packer.push(view)
         before = packer.finish()
         return [*([before] if before else []), Part((view,))]
+
+    async def picture(self, page: int) -> PageText:
+        """A page as its picture alone. Raises `DocumentError` for one that cannot be drawn."""
+        assert self._views is not None
+        return await self._views.view(PageText(page, ""), "none", 0)
 
     def has_text(self, part: Part) -> bool:
         """Whether there is text to look up in for what the model says of this part's pages."""
@@ -194,17 +213,18 @@ class DocumentWork:
             self.tell(RequestFinished(request.stage, request.number, answer.num_tokens))
         return answer
 
-    async def complete(self, request: PartRequest) -> tuple[str, Answer]:
-        """One request, and all that the model wrote, as it is."""
-        answer, pieces = Answer(usage=self.usage), list[str]()
+    async def complete(self, request: PartRequest, loops: LoopDetector | None = None) -> tuple[str, Answer]:
+        """One request, and what the model wrote, as it is; of a loop that `loops` finds, the first round."""
+        answer, pieces = Answer(usage=self.usage), list[tuple[int, str]]()
         async with self._asking(request) as asking:
             if asking is None:
                 return "", answer
-            async with aclosing(answer_text(self._engine, asking.prompt, asking.params, answer)) as stream:
+            async with aclosing(answer_text(self._engine, asking.prompt, asking.params, answer, loops=loops)) as stream:
                 async for text in stream:
-                    pieces.append(text)
+                    pieces.append((answer.num_tokens, text))
             self.tell(RequestFinished(request.stage, request.number, answer.num_tokens))
-        return "".join(pieces), answer
+        num_tokens = answer.num_tokens if loops is None else loops.num_tokens_once
+        return "".join(text for end, text in pieces if end <= num_tokens), answer
 
     @asynccontextmanager
     async def _asking(self, request: PartRequest) -> AsyncIterator[_Asking | None]:
@@ -213,7 +233,7 @@ class DocumentWork:
             try:
                 prompt, fence = await self._built(request, stack)
             except DocumentError as error:
-                if not request.part.has_pictures:
+                if request.needs_pictures or not request.part.has_pictures:
                     raise
                 self.notes.append(_undrawn(error))
                 readable = self._as_text(request.part)
@@ -229,7 +249,7 @@ class DocumentWork:
 
     async def _built(self, request: PartRequest, stack: AsyncExitStack) -> tuple[Prompt, Fence]:
         part = request.part
-        fence = self._fence([page.text for page in part.texts])
+        fence = self.fence([page.text for page in part.texts])
         label = "notes from page" if request.stage == "merge" else "page"
         content: Content = fence.wrap_pictures(part.texts) if part.has_pictures else fence.wrap(part.texts, label=label)
         messages = request.wording.messages(content, has_system=self._has_system)
@@ -246,17 +266,18 @@ class DocumentWork:
 
     def count_tokens(self, page: PageText) -> int:
         """What a page, or notes on one, takes of the budget."""
-        marked = self._fence([page.text]).section("notes from page", page)
+        marked = self.fence([page.text]).section("notes from page", page)
         num_tokens = len(self._engine.tokenizer.encode(f"{marked}\n\n", parse_special=False))
         return num_tokens if page.picture is None else num_tokens + page.picture.num_tokens
 
-    def _fence(self, texts: Sequence[str]) -> Fence:
+    def fence(self, texts: Sequence[str]) -> Fence:
         return Fence.around(texts, seed=self.reading.document.sha256)
 
-    def _part_budget(self, wordings: Iterable[Wording], lengthy_option: str) -> int:
+    @cached_property
+    def budget(self) -> int:
         """Tokens that pages may take in one request. Raises `RequestError` if there is no room for any."""
-        tokenizer, fence = self._engine.tokenizer, self._fence([])
-        num_prompt_tokens = max(wording.num_tokens(tokenizer, fence) for wording in wordings)
+        tokenizer, fence = self._engine.tokenizer, self.fence([])
+        num_prompt_tokens = max(wording.num_tokens(tokenizer, fence) for wording in self._wordings)
         budget = self._engine.max_model_len - self.max_tokens - num_prompt_tokens - FENCE_SLACK_TOKENS
         if budget >= _MIN_PART_TOKENS:
             return budget
@@ -265,7 +286,7 @@ class DocumentWork:
             f"the model's context of {self._engine.max_model_len} tokens leaves no room for pages beside the request of"
             f" {num_prompt_tokens} tokens and the answer: ask for less, for fewer max_tokens, or take a model with a"
             " longer context",
-            param=lengthy_option,
+            param=self._lengthy_option,
         )
 
     def write(self, text: str) -> None:
@@ -286,21 +307,6 @@ class DocumentWork:
             "media_type": document.media_type,
             "sha256": document.sha256,
         }
-
-
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return, in order; when one fails, the others are ended."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _end_all(tasks)
-
-
-async def _end_all(tasks: Sequence[asyncio.Task[T]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _undrawn(error: DocumentError) -> str:

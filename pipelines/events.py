@@ -108,5 +108,14 @@ Event = DocumentOpened | PageRead | RequestSubmitted | RequestFinished | TextAdd
 OnEvent = Callable[[Event], None]
 
 
+def stream_data(event: Event) -> tuple[Literal["delta", "progress"], dict[str, Any]] | None:
+    """Name and data of an event as streams tell it; None for the end, of which each stream tells in its own way."""
+    if isinstance(event, Done):
+        return None
+    if isinstance(event, TextAdded):
+        return "delta", event.to_dict()
+    return "progress", {"event": event.kind, **event.to_dict()}
+
+
 def tell_nobody(_event: Event) -> None:
     return None

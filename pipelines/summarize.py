@@ -20,8 +20,9 @@ from mmserve.errors import RequestError
 from mmserve.pipelines.answers import Answer
 from mmserve.pipelines.checked_text import CheckedText, ReadText
 from mmserve.pipelines.chunking import PageText, Part, PartPacker
+from mmserve.pipelines.concurrency import together
 from mmserve.pipelines.document import DocumentReader
-from mmserve.pipelines.document_work import DocumentWork, PartRequest, together
+from mmserve.pipelines.document_work import DocumentWork, PartRequest
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
 from mmserve.pipelines.events import Done, OnEvent, Stage
 from mmserve.pipelines.prompts import Length, SummaryPrompt
@@ -80,7 +81,7 @@ async def summarize(
         on_event=on_event,
         wordings=[prompt.wording(is_final=True)],
         max_tokens=_MAX_TOKENS[options.length],
-        lengthy_option="prompt" if options.prompt else None,
+        lengthy_option="prompt" if options.prompt else "max_tokens",
     )
     return await _Summarizer(work, options, prompt).run()
 

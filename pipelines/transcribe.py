@@ -13,22 +13,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmserve.errors import DocumentError, RequestError
-from mmserve.pipelines.answers import Answer, Usage, answer_text
-from mmserve.pipelines.chunking import PageText
-from mmserve.pipelines.document import DocumentReader, DocumentReading, reading_notes
+from mmserve.errors import DocumentError
+from mmserve.pipelines.answers import Answer
+from mmserve.pipelines.chunking import Part
+from mmserve.pipelines.document import DocumentReader
+from mmserve.pipelines.document_work import DocumentWork, PartRequest
 from mmserve.pipelines.engine_protocol import Prompts, TextEngine
-from mmserve.pipelines.events import Done, OnEvent, RequestFinished, RequestSubmitted, TextAdded, tell_nobody
-from mmserve.pipelines.page_views import PageViews, sends_pictures
-from mmserve.pipelines.prompts import FENCE_SLACK_TOKENS, Fence, Wording, takes_system_message
+from mmserve.pipelines.events import Done, OnEvent, TextAdded
+from mmserve.pipelines.prompts import Wording
 from mmserve.pipelines.repetition import LoopDetector
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.transcript import TranscribedPage, Transcript
 from mmserve.vision.page_types import Page, PageForm
-from mmserve.vision.pages import parse_page_selection
 
 _MAX_PAGE_TOKENS = 2048
-_MIN_PICTURE_TOKENS = 64
 # Rows of a table are alike more often than sentences are.
 _MAX_PERIOD, _MIN_ROUNDS, _MIN_LOOP_TOKENS = 128, 5, 96
 
@@ -65,76 +63,19 @@ async def transcribe(
     Raises `DocumentError` for a document that cannot be read, `RequestError` for options that do not fit it or the
     model, `EngineError` if the engine cannot answer. Cancelling it aborts all its requests.
     """
-    document = await reader.open(path, name=name)
-    selection = parse_page_selection(options.pages or "1-", document.num_pages)
-    takes_pictures = sends_pictures(options.mode, prompts, document)
-    tell = on_event or tell_nobody
-    reading = DocumentReading(document, selection, reader, tell, takes_pictures=takes_pictures)
-    seer = _PageSeer(reading, engine, prompts, options, tell) if takes_pictures else None
-    return await _Transcriber(reading, engine, options, seer, tell).run()
-
-
-class _PageSeer:
-    """Has the model read pages off their pictures."""
-
-    def __init__(
-        self,
-        reading: DocumentReading,
-        engine: TextEngine,
-        prompts: Prompts,
-        options: TranscribeOptions,
-        tell: OnEvent,
-    ) -> None:
-        self.usage = Usage()
-        self._engine = engine
-        self._prompts = prompts
-        self._options = options
-        self._tell = tell
-        self._fence = Fence.around((), seed=reading.document.sha256)
-        self._max_tokens = min(options.max_tokens or _MAX_PAGE_TOKENS, max(engine.max_model_len // 2, 1))
-        self._has_system = takes_system_message(engine.tokenizer)
-        limits = prompts.limits.narrowed(min_pixels=options.min_pixels, max_pixels=options.max_pixels)
-        self._views = PageViews(reading.document, prompts, "vision", limits, self._budget())
-
-    def _budget(self) -> int:
-        """Tokens that a picture may take. Raises `RequestError` if there is no room for any."""
-        num_prompt_tokens = _WORDING.num_tokens(self._engine.tokenizer, self._fence)
-        budget = self._engine.max_model_len - self._max_tokens - num_prompt_tokens - FENCE_SLACK_TOKENS
-        if budget >= _MIN_PICTURE_TOKENS:
-            return budget
-        raise RequestError(
-            "context_length_exceeded",
-            f"the model's context of {self._engine.max_model_len} tokens leaves no room for a page beside the answer: "
-            "ask for fewer max_tokens, or take a model with a longer context",
-            param="max_tokens",
-        )
-
-    async def see(self, page: TranscribedPage, number: int) -> TranscribedPage:
-        """`number` counts requests. A page that cannot be drawn comes back with its problem."""
-        try:
-            text, notes = await self._ask(page.number, number)
-        except DocumentError as error:
-            return replace(page, problem=error.about(f"page {page.number}"))
-        return replace(page, source="vision", markdown=text, notes=notes)
-
-    async def _ask(self, page: int, number: int) -> tuple[str, tuple[str, ...]]:
-        """The page's Markdown, and notes on it."""
-        view = await self._views.view(PageText(page, ""), "none", 0)
-        messages = _WORDING.messages(self._fence.wrap_pictures([view]), has_system=self._has_system)
-        answer = Answer(usage=self.usage)
-        async with self._prompts.build(messages) as prompt:
-            room = max(self._engine.max_model_len - len(prompt.token_ids), 1)
-            params = self._options.sampling(min(self._max_tokens, room))
-            self._tell(RequestSubmitted("part", number, page, page))
-            loops = LoopDetector(max_period=_MAX_PERIOD, min_rounds=_MIN_ROUNDS, min_tokens=_MIN_LOOP_TOKENS)
-            pieces: list[tuple[int, str]] = []
-            async with aclosing(answer_text(self._engine, prompt, params, answer, loops=loops)) as stream:
-                async for piece in stream:
-                    pieces.append((answer.num_tokens, piece))
-        self._tell(RequestFinished("part", number, answer.num_tokens))
-        text = "".join(piece for num_tokens, piece in pieces if num_tokens <= loops.num_tokens_once)
-        markdown = clean_answer(self._fence.without_marks(text))
-        return markdown, tuple(_notes_on(answer, markdown))
+    work = await DocumentWork.open(
+        path,
+        engine=engine,
+        prompts=prompts,
+        reader=reader,
+        options=options,
+        name=name,
+        on_event=on_event,
+        wordings=[_WORDING],
+        max_tokens=_MAX_PAGE_TOKENS,
+        answer_share=0.5,
+    )
+    return await _Transcriber(work, sees_all=options.mode == "vision" and work.takes_pictures).run()
 
 
 def clean_answer(text: str) -> str:
@@ -154,20 +95,9 @@ def _notes_on(answer: Answer, markdown: str) -> list[str]:
 class _Transcriber:
     """One document; pages are told of in their order, whichever is finished first."""
 
-    def __init__(
-        self,
-        reading: DocumentReading,
-        engine: TextEngine,
-        options: TranscribeOptions,
-        seer: _PageSeer | None,
-        tell: OnEvent,
-    ) -> None:
-        self._reading = reading
-        self._engine = engine
-        self._sees_all = options.mode == "vision"
-        self._seer = seer
-        self._tell = tell
-        self._slots = asyncio.Semaphore(engine.config.scheduler.max_num_seqs)
+    def __init__(self, work: DocumentWork, *, sees_all: bool) -> None:
+        self._work = work
+        self._sees_all = sees_all
         self._pages: list[TranscribedPage | None] = []
         self._num_told = 0
 
@@ -182,63 +112,66 @@ class _Transcriber:
             raise failure
         pages = [page for page in self._pages if page is not None]
         self._require_something_read(pages)
-        self._tell(Done())
+        self._work.tell(Done())
         return self._transcript(pages)
 
     def _require_something_read(self, pages: Sequence[TranscribedPage]) -> None:
         """Raises `DocumentError` if no page was read and there is another reason than that they are blank."""
         if any(page.markdown or page.source == "vision" for page in pages):
             return
+        reading = self._work.reading
         for page in pages:
-            if page.problem is not None and self._seer is not None:
-                raise DocumentError(page.problem.code, page.problem.message).about(self._reading.document.name)
-        self._reading.require_something_read()
+            if page.problem is not None and self._work.takes_pictures:
+                raise DocumentError(page.problem.code, page.problem.message).about(reading.document.name)
+        reading.require_something_read()
 
     async def _read(self, requests: asyncio.TaskGroup) -> None:
         num_seen = 0
-        form: PageForm = "picture" if self._seer is not None and self._sees_all else "markdown"
-        async with aclosing(self._reading.pages(form)) as pages:
+        form: PageForm = "picture" if self._sees_all else "markdown"
+        async with aclosing(self._work.reading.pages(form)) as pages:
             async for page in pages:
-                report = self._reading.reports[-1]
+                report = self._work.reading.reports[-1]
                 found = TranscribedPage(
                     report.number, report.source, report.is_blank, report.problem, report.notes, page.markdown
                 )
                 self._pages.append(None)
-                if self._seer is None or not self._is_to_be_seen(page):
+                if not self._is_to_be_seen(page):
                     self._finish(len(self._pages) - 1, found)
                     continue
                 num_seen += 1
-                await self._slots.acquire()
-                requests.create_task(self._see(self._seer, len(self._pages) - 1, found, num_seen))
+                await self._work.slots.acquire()
+                requests.create_task(self._see(len(self._pages) - 1, found, num_seen))
 
     def _is_to_be_seen(self, page: Page) -> bool:
-        if page.is_blank or page.problem is not None:
+        if not self._work.takes_pictures or page.is_blank or page.problem is not None:
             return False
         return self._sees_all or not page.markdown
 
-    async def _see(self, seer: _PageSeer, index: int, page: TranscribedPage, number: int) -> None:
+    async def _see(self, index: int, page: TranscribedPage, number: int) -> None:
+        """Has the model read a page off its picture; `number` counts requests."""
         try:
-            self._finish(index, await seer.see(page, number))
+            self._finish(index, await self._seen(page, number))
+        except DocumentError as error:
+            self._finish(index, replace(page, problem=error.about(f"page {page.number}")))
         finally:
-            self._slots.release()
+            self._work.slots.release()
+
+    async def _seen(self, page: TranscribedPage, number: int) -> TranscribedPage:
+        """Raises `DocumentError` for a page that cannot be drawn."""
+        part = Part((await self._work.picture(page.number),))
+        request = PartRequest("part", number, part, _WORDING, needs_pictures=True)
+        loops = LoopDetector(max_period=_MAX_PERIOD, min_rounds=_MIN_ROUNDS, min_tokens=_MIN_LOOP_TOKENS)
+        text, answer = await self._work.complete(request, loops)
+        markdown = clean_answer(self._work.fence([]).without_marks(text))
+        return replace(page, source="vision", markdown=markdown, notes=tuple(_notes_on(answer, markdown)))
 
     def _finish(self, index: int, page: TranscribedPage) -> None:
-        self._pages[index] = page
+        self._pages[index] = self._work.reading.reports[index] = page
         while self._num_told < len(self._pages) and (ready := self._pages[self._num_told]) is not None:
-            self._tell(TextAdded(("\n\n" if self._num_told else "") + ready.marked))
+            self._work.tell(TextAdded(("\n\n" if self._num_told else "") + ready.marked))
             self._num_told += 1
 
     def _transcript(self, pages: Sequence[TranscribedPage]) -> Transcript:
-        document = self._reading.document
         unread = [f"Page {p.number} could not be read: {p.problem.message.rstrip('.')}." for p in pages if p.problem]
-        return Transcript(
-            name=document.name,
-            text="\n\n".join(page.marked for page in pages),
-            pages=tuple(pages),
-            num_pages=document.num_pages,
-            model=self._engine.config.names[0],
-            usage=Usage() if self._seer is None else self._seer.usage,
-            warnings=(*unread, *reading_notes(document, pages)),
-            media_type=document.media_type,
-            sha256=document.sha256,
-        )
+        text = "\n\n".join(page.marked for page in pages)
+        return Transcript(text=text, **self._work.result_fields(unread))

@@ -70,7 +70,6 @@ _OPERATORS = (
     ),
     *("BI", "ID", "EI", "Do", "MP", "DP", "BMC", "BDC", "EMC", "BX", "EX"),
 )
-Mutation = Callable[[random.Random, bytes], bytes]
 
 
 def mutated(chance: random.Random, corpus: Mapping[str, bytes]) -> tuple[str, bytes]:

@@ -18,7 +18,6 @@ TILE = 56
 PATCHES_A_SIDE = TILE // 14
 # Scaled down from the 1.5 times as many rows and columns that the largest grid has.
 MAX_TILES = 4
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 _TEXT: Mapping[str, Any] = MappingProxyType({"vocab_size": VOCAB_SIZE, "rope_theta": 10000.0, **TEXT_CONFIG})
 _LLAMA3_ROPE: Mapping[str, Any] = MappingProxyType(
     {

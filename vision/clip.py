@@ -14,19 +14,16 @@ USUAL_CLIP = VitConfig(patch_size=32, hidden_act="quick_gelu", layer_norm_eps=1e
 class ClipVit:
     """Square pictures in, hidden states of a class token and of the patches out."""
 
-    def __init__(
-        self, loader: LayerLoader, config: VitConfig, hidden_states: Sequence[int], prefix: str = "vision"
-    ) -> None:
+    def __init__(self, loader: LayerLoader, config: VitConfig, hidden_states: Sequence[int]) -> None:
         """`hidden_states` are numbered as `hidden_state_numbers` says."""
         self._dtype, self._device, hidden = loader.dtype, loader.device, config.hidden_size
-        embeddings = f"{prefix}.embeddings"
-        self._patch_embedding = PatchEmbedding(loader, f"{embeddings}.patch_embedding", config, bias=False)
-        self._class_embedding = loader.tensor(f"{embeddings}.class_embedding", (hidden,))
-        self._positions = loader.tensor(f"{embeddings}.position_embedding.weight", (config.num_patches + 1, hidden))
+        self._patch_embedding = PatchEmbedding(loader, "vision.embeddings.patch_embedding", config, bias=False)
+        self._class_embedding = loader.tensor("vision.embeddings.class_embedding", (hidden,))
+        self._positions = loader.tensor("vision.embeddings.position_embedding.weight", (config.num_patches + 1, hidden))
         # Misspelt in every checkpoint.
-        self._norm = loader.layer_norm(f"{prefix}.pre_layrnorm", hidden, config.layer_norm_eps)
-        self._layers = VitLayers(loader, prefix, config, hidden_states)
-        loader.reader.leave(f"{prefix}.post_layernorm.")
+        self._norm = loader.layer_norm("vision.pre_layrnorm", hidden, config.layer_norm_eps)
+        self._layers = VitLayers(loader, "vision", config, hidden_states)
+        loader.reader.leave("vision.post_layernorm.")
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """`[N, channels, side, side]` -> `[N, 1 + patches, hidden * states]`, the class token first."""

@@ -7,11 +7,9 @@ from mmserve.weights.layer_loader import LayerLoader
 
 
 class Projector:
-    def __init__(
-        self, loader: LayerLoader, in_size: int, out_size: int, *, act: str, bias: bool, prefix: str = "projector"
-    ) -> None:
-        self._first = loader.linear([f"{prefix}.linear_1"], in_size, (out_size,), bias=bias)
-        self._second = loader.linear([f"{prefix}.linear_2"], out_size, (out_size,), bias=bias)
+    def __init__(self, loader: LayerLoader, in_size: int, out_size: int, *, act: str, bias: bool) -> None:
+        self._first = loader.linear(["projector.linear_1"], in_size, (out_size,), bias=bias)
+        self._second = loader.linear(["projector.linear_2"], out_size, (out_size,), bias=bias)
         self._activation = activation(act)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

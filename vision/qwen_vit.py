@@ -193,22 +193,22 @@ class BatchPlan:
 class QwenVit:
     """Patches of any number of images in, tokens of the decoder out."""
 
-    def __init__(self, loader: LayerLoader, config: QwenVitConfig, prefix: str = "vision") -> None:
+    def __init__(self, loader: LayerLoader, config: QwenVitConfig) -> None:
         learned = config.position_table_side > 0
         names = ("linear_fc1", "linear_fc2") if learned else ("fc1", "fc2")
         merger_names = MergerNames("norm", *names) if learned else MergerNames("ln_q", "mlp.0", "mlp.2")
         self._config, self._dtype, self._device = config, loader.dtype, loader.device
         self._attention = vision_attention(loader.vision_attention, loader.device)
         self._plan = lru_cache(maxsize=_PLANS_KEPT)(self._make_plan)
-        self._patch_embedding = _patch_embedding(loader, f"{prefix}.patch_embed.proj", config)
+        self._patch_embedding = _patch_embedding(loader, "vision.patch_embed.proj", config)
         self._position_table = None
         if learned:
             shape = (config.position_table_side**2, config.hidden_size)
-            self._position_table = loader.tensor(f"{prefix}.pos_embed.weight", shape)
-        self._layers = [VitLayer(loader, f"{prefix}.blocks.{i}", config, names) for i in range(config.depth)]
-        self._merger = PatchMerger(loader, f"{prefix}.merger", config, merger_names)
+            self._position_table = loader.tensor("vision.pos_embed.weight", shape)
+        self._layers = [VitLayer(loader, f"vision.blocks.{i}", config, names) for i in range(config.depth)]
+        self._merger = PatchMerger(loader, "vision.merger", config, merger_names)
         self._deepstack_mergers = {
-            layer: PatchMerger(loader, f"{prefix}.deepstack_merger_list.{i}", config, merger_names, norm_after=True)
+            layer: PatchMerger(loader, f"vision.deepstack_merger_list.{i}", config, merger_names, norm_after=True)
             for i, layer in enumerate(config.deepstack_layers)
         }
 

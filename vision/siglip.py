@@ -14,25 +14,18 @@ USUAL_SIGLIP = VitConfig(patch_size=16, hidden_act="gelu_pytorch_tanh", layer_no
 class SiglipVit:
     """Pictures of one size in, hidden states of their patches out."""
 
-    def __init__(
-        self,
-        loader: LayerLoader,
-        config: VitConfig,
-        hidden_states: Sequence[int] | None = None,
-        prefix: str = "vision",
-    ) -> None:
+    def __init__(self, loader: LayerLoader, config: VitConfig, hidden_states: Sequence[int] | None = None) -> None:
         """`hidden_states` are numbered as `hidden_state_numbers` says; None for the last one behind the last norm."""
         self._dtype, self._device, hidden = loader.dtype, loader.device, config.hidden_size
-        embeddings = f"{prefix}.embeddings"
-        self._patch_embedding = PatchEmbedding(loader, f"{embeddings}.patch_embedding", config, bias=True)
-        self._positions = loader.tensor(f"{embeddings}.position_embedding.weight", (config.num_patches, hidden))
+        self._patch_embedding = PatchEmbedding(loader, "vision.embeddings.patch_embedding", config, bias=True)
+        self._positions = loader.tensor("vision.embeddings.position_embedding.weight", (config.num_patches, hidden))
         self._norm = None
         if hidden_states is None:
-            self._norm = loader.layer_norm(f"{prefix}.post_layernorm", hidden, config.layer_norm_eps)
+            self._norm = loader.layer_norm("vision.post_layernorm", hidden, config.layer_norm_eps)
         else:
-            loader.reader.leave(f"{prefix}.post_layernorm.")
-        self._layers = VitLayers(loader, prefix, config, hidden_states or (config.num_hidden_layers,))
-        loader.reader.leave(f"{prefix}.head.")
+            loader.reader.leave("vision.post_layernorm.")
+        self._layers = VitLayers(loader, "vision", config, hidden_states or (config.num_hidden_layers,))
+        loader.reader.leave("vision.head.")
 
     def __call__(self, pixels: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """`[N, channels, height, width]` -> `[N, patches, hidden * states]`.

@@ -14,25 +14,21 @@ _WARM_UPS, _REPEATS = 3, 10
 
 
 def measure_ceilings(
-    device: torch.device | str,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    side: int = _PRODUCT_SIDE,
-    copy_bytes: int = _COPY_BYTES,
+    device: torch.device | str, *, side: int = _PRODUCT_SIDE, copy_bytes: int = _COPY_BYTES
 ) -> Ceilings:
-    """The fastest of several runs of each: a cube of `side` in `dtype`, and a copy (bytes read and written count).
+    """The fastest of several runs of each: a cube of `side` in bfloat16, and a copy (bytes read and written count).
 
     Needs twice `copy_bytes` of the device's memory.
     """
     _empty_cache()
-    product_seconds = _product_seconds(torch.device(device), dtype, side)
+    product_seconds = _product_seconds(torch.device(device), side)
     copy_seconds = _copy_seconds(torch.device(device), copy_bytes)
     _empty_cache()
     return Ceilings(2 * side**3 / product_seconds, 2 * copy_bytes / copy_seconds)
 
 
-def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
+def _product_seconds(device: torch.device, side: int) -> float:
+    left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
     product = torch.empty_like(left)
     return _fastest(lambda: torch.mm(left, right, out=product), device)
 

@@ -46,14 +46,6 @@ def text_prompts(num_prompts: int, length: int, *, last_id: int = 30000, seed: i
     return tuple(_prompt(rng, length, last_id) for _ in range(num_prompts))
 
 
-def mixed_prompts(
-    num_prompts: int, shortest: int, longest: int, *, last_id: int = 30000, seed: int = 1
-) -> tuple[Prompt, ...]:
-    """Prompts whose lengths are drawn from `shortest` to `longest`, both included."""
-    rng = random.Random(seed)
-    return tuple(_prompt(rng, rng.randint(shortest, longest), last_id) for _ in range(num_prompts))
-
-
 def _prompt(rng: random.Random, length: int, last_id: int) -> Prompt:
     return tuple(rng.randrange(1000, last_id) for _ in range(length))
 
@@ -75,7 +67,9 @@ def _single_text(name: str, num_prompts: int) -> Workload:
 
 
 def _mixed(name: str, num_prompts: int) -> Workload:
-    return Workload(name, mixed_prompts(num_prompts, 10, 200), max_tokens=128)
+    rng = random.Random(1)
+    prompts = tuple(_prompt(rng, rng.randint(10, 200), last_id=30000) for _ in range(num_prompts))
+    return Workload(name, prompts, max_tokens=128)
 
 
 def _shared_prefix(name: str, num_prompts: int) -> Workload:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, ModelOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
 from mmserve.errors import RequestError
@@ -54,4 +54,4 @@ def ask(
         message = f"the question comes first: mmserve ask QUESTION {question}"
         raise RequestError("invalid_request", message, param="question")
     options = options_for("ask", answer, documents.max_pages, question=question)
-    run_task(paths, document_task("ask", options, "answering"), files, TaskOptions(engine, documents, vision))
+    run_task(paths, document_task("ask", options, "answering"), files, ModelOptions(engine, documents, vision))

@@ -20,7 +20,6 @@ from mmserve.commands.outputs import (
     DocumentSink,
     OutputFolder,
     OutputFormat,
-    Result,
     ResultPrinter,
     failure_report,
 )
@@ -33,6 +32,7 @@ from mmserve.weights import hub
 if TYPE_CHECKING:
     from mmserve.engine.client import EngineClient
     from mmserve.engine.prompt_builder import PromptBuilder
+    from mmserve.pipelines.tasks import TaskResult
     from mmserve.vision.pages import PageReader
 
 EXIT_SOME_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -107,11 +107,11 @@ class BatchCommandOptions(RemoteOptions):
             raise RequestError("invalid_request", f"the folder of {self.report} does not exist", param="report")
 
 
-Worker = Callable[[Source], Awaitable[Result]]
+Worker = Callable[[Source], "Awaitable[TaskResult]"]
 
 
 @dataclass(frozen=True)
-class Task:
+class DocumentTask:
     """Something to do with documents.
 
     `options` tells apart what would give other results. `start` makes the function that does one document, of the
@@ -123,11 +123,11 @@ class Task:
     name: str
     options: str
     start: "Callable[[EngineClient, PageReader, PromptBuilder, Callable[[str], None]], Worker]"
-    start_remote: Callable[[RemoteServer, Mapping[str, Any], Callable[[str], None]], Worker] | None = None
+    start_remote: Callable[[RemoteServer, Mapping[str, Any], Callable[[str], None]], Worker]
 
 
 @dataclass(frozen=True)
-class TaskOptions:
+class ModelOptions:
     """How the model and the pages are handled, whatever the task."""
 
     engine: EngineOptions
@@ -150,7 +150,7 @@ class TaskOptions:
         self.vision.to_limits()
 
 
-def run_task(paths: list[Path], task: Task, files: BatchCommandOptions, options: TaskOptions) -> None:
+def run_task(paths: list[Path], task: DocumentTask, files: BatchCommandOptions, options: ModelOptions) -> None:
     """Do `task` for all documents. Raises `typer.Exit` if some failed, `MMServeError` for what ends it all."""
     show_log(verbose=files.verbose)
     files.check()
@@ -165,7 +165,7 @@ def run_task(paths: list[Path], task: Task, files: BatchCommandOptions, options:
         _Run(task, files, finder, folder).run(num_documents, options)
 
 
-def _output_folder(task: Task, files: BatchCommandOptions, options: TaskOptions) -> OutputFolder | None:
+def _output_folder(task: DocumentTask, files: BatchCommandOptions, options: ModelOptions) -> OutputFolder | None:
     if files.output_dir is None:
         return None
     where = options.identity if files.server is None else (files.server, options.engine.model, *options.identity[-1:])
@@ -229,7 +229,7 @@ class _Run:
     """One run of a command, from the first document that is not done yet."""
 
     def __init__(
-        self, task: Task, files: BatchCommandOptions, finder: DocumentFinder, folder: OutputFolder | None
+        self, task: DocumentTask, files: BatchCommandOptions, finder: DocumentFinder, folder: OutputFolder | None
     ) -> None:
         self._task = task
         self._files = files
@@ -241,7 +241,7 @@ class _Run:
         self._totals = BatchTotals()
         self._display = Display(quiet=files.quiet)
 
-    def run(self, num_documents: int, options: TaskOptions) -> None:
+    def run(self, num_documents: int, options: ModelOptions) -> None:
         with contextlib.ExitStack() as stack:
             report = stack.enter_context(failure_report(self._files.report))
             sources: Iterable[Source] = self._finder
@@ -271,7 +271,7 @@ class _Run:
             self._totals.num_skipped += 1
         return iter(())
 
-    def _run_batch(self, sources: Iterator[Source], sink: DocumentSink, options: TaskOptions) -> None:
+    def _run_batch(self, sources: Iterator[Source], sink: DocumentSink, options: ModelOptions) -> None:
         first = next(sources, None)
         if first is None:
             return
@@ -307,10 +307,8 @@ class _Run:
             self._display.describe(BAR_TITLE)
             await run_batch(sources, start(), sink, self._batch_options, self._totals)
 
-    async def _work_remotely(self, sources: Iterable[Source], sink: DocumentSink, options: TaskOptions) -> None:
-        start_remote, files = self._task.start_remote, self._files
-        if start_remote is None:
-            raise RequestError("invalid_request", f"no server does {self._task.name}", param="server")
+    async def _work_remotely(self, sources: Iterable[Source], sink: DocumentSink, options: ModelOptions) -> None:
+        files = self._files
         is_default = options.engine.model == EngineOptions.model
         fields = {
             "model": None if is_default else options.engine.model,
@@ -320,7 +318,7 @@ class _Run:
         }
         async with RemoteServer.connected(files, num_connections=files.jobs) as server:
             self._display.describe(BAR_TITLE)
-            work = start_remote(server, fields, self._display.describe)
+            work = self._task.start_remote(server, fields, self._display.describe)
             await run_batch(sources, work, sink, self._batch_options, self._totals)
 
     def _outcome(self) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, ModelOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.outputs import OutputFormat
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
@@ -58,7 +58,7 @@ def extract(
     """
     text = None if schema is None else _schema_text(schema)
     options = options_for("extract", reading, documents.max_pages, schema=text, fields=fields)
-    run_task(paths, document_task("extract", options, "extracting"), files, TaskOptions(engine, documents, vision))
+    run_task(paths, document_task("extract", options, "extracting"), files, ModelOptions(engine, documents, vision))
 
 
 def _schema_text(given: str) -> str:

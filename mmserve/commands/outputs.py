@@ -9,41 +9,20 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmserve.commands.progress import Display
-from mmserve.errors import MMServeError
 from mmserve.pipelines.batch import Failure, Source
+
+if TYPE_CHECKING:
+    from mmserve.pipelines.tasks import TaskResult
 
 OutputFormat = Literal["md", "json", "jsonl"]
 JOURNAL_NAME = ".mmserve-done.jsonl"
 _PART_PREFIX, _PART_SUFFIX = ".mmserve-", ".part"
 
 
-class PageOutcome(Protocol):
-    """A page of a document: `problem` says why it could not be read."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def problem(self) -> MMServeError | None: ...
-
-
-class Result(Protocol):
-    """What a task makes of a document: a dataclass with the document's `name`, and reports on its pages."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def pages(self) -> Sequence[PageOutcome]: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-    def to_markdown(self) -> str: ...
-
-
-def render(result: Result, output_format: OutputFormat) -> str:
+def render(result: "TaskResult", output_format: OutputFormat) -> str:
     """A result as text that ends in a newline; `jsonl` is one line."""
     if output_format == "md":
         return result.to_markdown().rstrip("\n") + "\n"
@@ -245,7 +224,7 @@ class DocumentSink:
         self._display.advance()
         return True
 
-    def write(self, source: Source, digest: str, result: Result) -> None:
+    def write(self, source: Source, digest: str, result: "TaskResult") -> None:
         named = dataclasses.replace(result, name=source.title)
         text = render(named, self._printer.output_format)
         problems: list[dict[str, Any]] = [

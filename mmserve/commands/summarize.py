@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, ModelOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
 from mmserve.pipelines.prompts import Length
@@ -60,4 +60,4 @@ def summarize(
     Exit codes: 0 all done, 1 some failed, 2 wrong usage, 3 model or dependency missing, 130 interrupted.
     """
     options = options_for("summarize", summary, documents.max_pages)
-    run_task(paths, document_task("summarize", options, "summarising"), files, TaskOptions(engine, documents, vision))
+    run_task(paths, document_task("summarize", options, "summarising"), files, ModelOptions(engine, documents, vision))

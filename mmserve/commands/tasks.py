@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmserve.commands.documents import Task, Worker
+from mmserve.commands.documents import DocumentTask, Worker
 from mmserve.commands.remote import RemoteResult, RemoteServer, form_fields
 from mmserve.pipelines.batch import Source
 from mmserve.pipelines.events import Event, PageRead, RequestSubmitted
@@ -53,7 +53,7 @@ def options_for(name: "TaskName", given: ReadingOptions, max_pages: int, **more:
     return TASKS[name].options({**dataclasses.asdict(given), **more})
 
 
-def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
+def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> DocumentTask:
     """`doing` is what the progress bar says while the model writes, such as `summarising`."""
 
     def start(
@@ -88,7 +88,7 @@ def document_task(name: "TaskName", options: "TaskOptions", doing: str) -> Task:
 
         return work
 
-    return Task(name, repr(options), start, start_remote)
+    return DocumentTask(name, repr(options), start, start_remote)
 
 
 def _show(tell: Callable[[str], None], source: Source, step: str | None) -> None:

@@ -2,7 +2,7 @@
 
 import typer
 
-from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, TaskOptions, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, ModelOptions, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, VisionOptions, with_option_groups
 from mmserve.commands.tasks import ReadingOptions, document_task, options_for
 
@@ -35,4 +35,6 @@ def transcribe(
       mmserve transcribe report.pdf -f json --pages 2-3
     """
     options = options_for("transcribe", reading, documents.max_pages)
-    run_task(paths, document_task("transcribe", options, "transcribing"), files, TaskOptions(engine, documents, vision))
+    run_task(
+        paths, document_task("transcribe", options, "transcribing"), files, ModelOptions(engine, documents, vision)
+    )

@@ -13,7 +13,7 @@ from mmserve.engine.scheduler import ScheduledBatch, Scheduler
 from mmserve.engine.structured import GrammarCompiler, Matcher
 from mmserve.errors import EngineError, MMServeError, RequestError
 from mmserve.request import Sequence
-from mmserve.weights.checkpoint import Checkpoint, open_checkpoint
+from mmserve.weights.checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,9 @@ _IDLE_SECONDS = 0.005
 class Engine:
     """Sequences in, tokens out. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Load and warm up. Raises `SetupError`."""
-        checkpoint = checkpoint or open_checkpoint(
+        checkpoint = open_checkpoint(
             config.model,
             load_format=config.load_format,
             quantization=config.quantization,

@@ -31,12 +31,10 @@ class RememberedDelta:
 class RememberingEngine:
     """A `TextEngine` for one job. What is random without a seed goes to the engine every time.
 
-    An answer that its reader has broken off, because it had enough, is remembered as far as it was read. `num_replayed`
-    answers were not asked for again.
+    An answer that its reader has broken off, because it had enough, is remembered as far as it was read.
     """
 
     def __init__(self, engine: TextEngine, database: Database, job_id: str, model: str) -> None:
-        self.num_replayed = 0
         self._engine = engine
         self._database = database
         self._job_id = job_id
@@ -70,7 +68,6 @@ class RememberingEngine:
                 return
             digest = self._digest(prompt_token_ids, params, images)
             known = await self._recall(digest)
-            self.num_replayed += bool(known)
             for delta in known:
                 yield delta
             if known and known[-1].finish_reason in _COMPLETE:

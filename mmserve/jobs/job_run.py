@@ -11,15 +11,14 @@ from mmserve.jobs.answer_memory import RememberingEngine
 from mmserve.jobs.bells import Bells
 from mmserve.jobs.counters import JobCounters
 from mmserve.jobs.database import Database
-from mmserve.jobs.files import FileStore, while_kept
+from mmserve.jobs.files import FileStore
 from mmserve.jobs.page_memory import RememberingReader
 from mmserve.jobs.queue import ClaimLost, JobQueue
-from mmserve.jobs.records import UNFINISHED, Job, StoredFile
-from mmserve.jobs.results import ResultCache, ResultKey, tell_text
+from mmserve.jobs.records import UNFINISHED, Job
+from mmserve.jobs.results import ResultCache, ResultKey
 from mmserve.jobs.telling import FileTeller, Teller
 from mmserve.jobs.webhooks import WebhookOutbox
-from mmserve.jobs.workplace import Workplace
-from mmserve.pipelines.task_options import TaskOptions
+from mmserve.jobs.workplace import OwnerTask, Workplace
 from mmserve.pipelines.tasks import TASKS
 
 _log = logging.getLogger(__name__)
@@ -93,66 +92,41 @@ class JobRun:
             self._bench.bells.ring(self._job.id)
 
     async def _do(self, index: int) -> None:
-        job, queue = self._job, self._bench.queue
+        job, bench, queue = self._job, self._bench, self._bench.queue
         try:
             options = await asyncio.to_thread(TASKS[job.task].options, job.options)
-            key = ResultKey.of(job.files[index].sha256, job.task, options, self._bench.workplace.model)
-            result = await self._result(index, key, options)
+            wanted = OwnerTask(bench.workplace, bench.results, job.owner, job.task, options, job.no_cache)
+            key = wanted.key(job.files[index].sha256)
+            result = await self._result(index, wanted, key)
         except (ClaimLost, StorageError):
             raise
         except Exception as error:
             await self._flush()
             await queue.fail_file(job, index, _as_known(error))
-            self._bench.counters.documents[job.task, "failed"] += 1
             return
         self._file_tellers[index].finish()
         await self._flush()
-        await queue.finish_file(job, index, key if options.is_repeatable else None, result)
-        self._bench.counters.documents[job.task, "done"] += 1
+        await queue.finish_file(job, index, key, result)
 
-    async def _result(self, index: int, key: ResultKey, options: TaskOptions) -> dict[str, Any]:
-        job, bench = self._job, self._bench
-        name = job.files[index].filename
-        if options.is_repeatable and not job.no_cache:
-            cached = await bench.results.get(job.owner, key, name=name)
-            if cached is not None:
-                bench.counters.documents_cached[job.task] += 1
-                tell_text(cached, self._file_tellers[index])
-                return cached
+    async def _result(self, index: int, wanted: OwnerTask, key: ResultKey | None) -> dict[str, Any]:
+        job, bench, tell = self._job, self._bench, self._file_tellers[index]
+        known = await wanted.known(key, job.files[index].filename, tell)
+        if known is not None:
+            return known
         file = await bench.files.get(job.owner, job.files[index].file_id)
+        place = bench.workplace
+        reader = RememberingReader(place.reader, bench.database, job.owner, bench.retention_seconds)
+        engine = RememberingEngine(place.engine_for(job.owner), bench.database, job.id, place.model)
         for seconds in (*_RETRY_SECONDS, None):
+            tell.start_again()
             try:
-                with while_kept(file.path):
-                    return {**await self._ask(index, file, options), "cached": False}
+                return await wanted.made(file.path, file.filename, tell, engine=engine, reader=reader)
             except EngineError as error:
                 if seconds is None or error.code not in _HEALING:
                     raise
                 _log.warning("job %s waits for the engine: %s", job.id, error.code)
                 await asyncio.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
-
-    async def _ask(self, index: int, file: StoredFile, options: TaskOptions) -> dict[str, Any]:
-        job, bench = self._job, self._bench
-        place = bench.workplace
-        reader = RememberingReader(place.reader, bench.database, job.owner, bench.retention_seconds)
-        engine = RememberingEngine(place.engine_for(job.owner), bench.database, job.id, place.model)
-        self._file_tellers[index].start_again()
-        try:
-            with place.watched(job.task, self._file_tellers[index]) as tell:
-                result = await TASKS[job.task].run(
-                    file.path,
-                    name=file.filename,
-                    engine=engine,
-                    prompts=place.prompts_for(job.owner),
-                    reader=reader,
-                    options=options,
-                    on_event=tell,
-                )
-        finally:
-            bench.counters.pages[job.task] += reader.num_read
-            bench.counters.num_pages_remembered += reader.num_remembered
-            bench.counters.num_answers_replayed += engine.num_replayed
-        return result.to_dict()
 
     async def _flush_now_and_then(self) -> None:
         while True:

@@ -33,14 +33,12 @@ class PageSource(DocumentReader, Protocol):
 
 
 class RememberingReader:
-    """A `DocumentReader` for one owner's stored files: `num_read` pages were read, `num_remembered` were known.
+    """A `DocumentReader` for one owner's stored files.
 
     A page with a problem is not remembered: it may be read the next time.
     """
 
     def __init__(self, reader: PageSource, database: Database, owner: str, retention_seconds: float) -> None:
-        self.num_read = 0
-        self.num_remembered = 0
         self._reader = reader
         self._database = database
         self._owner = owner
@@ -69,7 +67,6 @@ class RememberingReader:
 
     async def _next_read(self, kept: "_Kept", read: AsyncGenerator[Page, None]) -> Page:
         page = await anext(read)
-        self.num_read += 1
         if page.problem is None:
             await self._database.write(lambda connection: self._remember(connection, kept, page))
         return page
@@ -77,7 +74,6 @@ class RememberingReader:
     async def _read_alone(self, document: Document, number: int, form: PageForm) -> Page:
         """A page that was forgotten since this reading began."""
         async with aclosing(self._reader.pages(document, [number], form=form)) as read:
-            self.num_read += 1
             return await anext(read)
 
     async def _recall(self, kept: "_Kept", numbers: Sequence[int]) -> Mapping[int, Page]:
@@ -85,7 +81,6 @@ class RememberingReader:
             return {}
         query = select(page_texts.c.page).where(*self._is_of(kept), page_texts.c.number.in_(numbers))
         stored = await self._database.read(lambda connection: connection.execute(query).scalars().all())
-        self.num_remembered += len(stored)
         return {page.number: page for page in map(_from_json, stored)}
 
     def _numbers(self, connection: Connection, kept: "_Kept") -> set[int]:

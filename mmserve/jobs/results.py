@@ -10,7 +10,6 @@ from mmserve.jobs.database import Database
 from mmserve.jobs.digests import digest_of
 from mmserve.jobs.tables import files, results
 from mmserve.jobs.upserts import put_row
-from mmserve.pipelines.events import OnEvent, TextAdded
 from mmserve.pipelines.task_options import TaskOptions
 from mmserve.pipelines.tasks import TaskName
 
@@ -71,13 +70,6 @@ class ResultCache:
             "expires_at": self._database.now() + self._retention_seconds,
         }
         put_row(connection, results, row)
-
-
-def tell_text(result: dict[str, Any], tell: OnEvent) -> None:
-    """Who follows the text of a result that is known gets it all at once."""
-    text = result.get("text")
-    if isinstance(text, str):
-        tell(TextAdded(text))
 
 
 def is_kept(connection: Connection, owner: str, sha256: str) -> bool:

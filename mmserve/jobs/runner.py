@@ -9,6 +9,7 @@ from mmserve.jobs.bells import heard
 from mmserve.jobs.job_run import Bench, JobRun
 from mmserve.jobs.queue import ClaimLost
 from mmserve.jobs.records import Job
+from mmserve.pipelines.concurrency import end_all
 
 _log = logging.getLogger(__name__)
 # New jobs are announced; those that another server has left behind are not.
@@ -31,9 +32,7 @@ class JobRunner:
 
     async def stop(self) -> None:
         for tasks in (self._loops, list(self._running.values())):
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
         with contextlib.suppress(MMServeError):
             await self._bench.queue.release()
 

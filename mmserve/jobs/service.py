@@ -23,6 +23,7 @@ from mmserve.jobs.store import JobStore
 from mmserve.jobs.tables import page_texts, results
 from mmserve.jobs.webhooks import WebhookOutbox
 from mmserve.jobs.workplace import Workplace
+from mmserve.pipelines.concurrency import end_all
 
 _SWEEP_SECONDS = 3600.0
 _log = logging.getLogger(__name__)
@@ -99,9 +100,7 @@ class JobService:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await end_all(self._background)
         await self._runner.stop()
         await self._database.close()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mmserve.jobs.event_log import NewEvent
 from mmserve.jobs.queue import FileProgress
-from mmserve.pipelines.events import DocumentOpened, Done, Event, PageRead, TextAdded
+from mmserve.pipelines.events import DocumentOpened, Event, PageRead, stream_data
 
 RESTARTED = "restarted"
 
@@ -78,17 +78,17 @@ class FileTeller:
             self._begin_anew(self._told_text[: self._num_repeated])
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, TextAdded):
-            self._add_text(event.text)
-        elif not isinstance(event, Done):
-            self._add_progress(event)
+        match stream_data(event):
+            case "delta", data:
+                self._add_text(data["text"])
+            case "progress", data:
+                self._add_progress(event, data)
 
-    def _add_progress(self, event: Event) -> None:
+    def _add_progress(self, event: Event, data: Mapping[str, Any]) -> None:
         if isinstance(event, DocumentOpened):
             self._teller.set_progress(self._index, event.num_pages, 0)
         elif isinstance(event, PageRead):
             self._teller.set_progress(self._index, event.num_pages, event.num_read)
-        data = {"event": event.kind, **event.to_dict()}
         key = _progress_key(data)
         if key not in self._told_progress:
             self._told_progress.add(key)

@@ -39,10 +39,6 @@ class EightBitMatrix:
     input_scale: torch.Tensor | None = None
     quantizes_input: bool = True
 
-    @property
-    def max_number(self) -> float:
-        return FP8_MAX if self.numbers.dtype is FP8 else INT8_MAX
-
 
 def stored_numbers(source: TensorSource, module: str, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """The numbers of a matrix. `SetupError` where they are of another kind than the configuration says."""

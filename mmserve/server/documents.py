@@ -3,19 +3,17 @@
 import asyncio
 import secrets
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 from fastapi import Request
 
-from mmserve.errors import RequestError
 from mmserve.server.base64_data import decode_base64
+from mmserve.server.json_body import read_json_object
 from mmserve.server.schemas.tasks import DocumentsBody, DocumentSource, TaskFields, TaskSchema
-from mmserve.server.state import ServerState, json_of, require_json
-from mmserve.server.uploads import display_name, is_json, is_multipart, new_folder, receive_form
+from mmserve.server.state import ServerState
+from mmserve.server.uploads import display_name, is_multipart, new_folder, receive_form
 
 
 @dataclass(frozen=True)
@@ -85,18 +83,3 @@ async def brought(document: SentDocument, folder: Path, state: ServerState, owne
 def _named(source: DocumentSource, position: int) -> SentDocument:
     in_url = unquote((source.url or "").partition("?")[0].partition("#")[0])
     return SentDocument(display_name(source.filename or in_url or source.file_id, position), source=source)
-
-
-async def read_json_object(request: Request) -> Mapping[str, Any]:
-    """Raises `RequestError` for a body that is none."""
-    if not is_json(request):
-        raise RequestError(
-            "unsupported_type",
-            "Send documents as multipart/form-data, each in a field named file, or as application/json.",
-            param="file",
-        )
-    await require_json(request)
-    body = await json_of(request)
-    if not isinstance(body, dict):
-        raise RequestError("invalid_request", "The body must be a JSON object.")
-    return body

@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mmserve.pipelines.concurrency import end_all
 from mmserve.request import FinishReason, ImageSpan, SamplingParams, TokenLogprob
 from mmserve.server.schemas.common import Usage
 from mmserve.server.state import ServerState
@@ -136,6 +137,4 @@ async def _merged(
                 if task.done():
                     task.result()
     finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await end_all(pumps)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from mmserve.errors import EngineError
+from mmserve.pipelines.concurrency import end_all
 
 Result = TypeVar("Result")
 
@@ -49,9 +50,7 @@ async def run_within_lifetime(
             return task.result()
         raise _early_end(client_left in done, server_stops in done)
     finally:
-        for future in everything:
-            future.cancel()
-        await asyncio.gather(*everything, return_exceptions=True)
+        await end_all(everything)
 
 
 def _early_end(client_left: bool, server_stops: bool) -> Exception:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mmserve.errors import DocumentError, MMServeError, RequestError
 from mmserve.pipelines.chunking import PageText
+from mmserve.pipelines.concurrency import together
 from mmserve.pipelines.prompts import Fence
 from mmserve.server.base64_data import decode_base64, is_data_url
 from mmserve.server.schemas.content import Detail, MediaPart
@@ -72,13 +73,7 @@ class _Receiver:
 
     async def open_all(self, media: Sequence[MediaPart]) -> list[Document]:
         """All at once, as many as are read and fetched at once; the first that fails ends the others."""
-        tasks = [asyncio.create_task(self._open(index, part)) for index, part in enumerate(media)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await together(self._open(index, part) for index, part in enumerate(media))
 
     async def parts(self, media: MediaPart, document: Document) -> Parts:
         """What stands in the message for one picture or document."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mmserve.errors import MMServeError
+from mmserve.pipelines.concurrency import end_all
 from mmserve.server.errors import as_mmserve_error, envelope, error_response
 from mmserve.server.lifetime import ClientGone, Drain, run_within_lifetime
 
@@ -59,10 +60,7 @@ async def with_heartbeats(
     except StopAsyncIteration:
         return
     finally:
-        waiting: list[asyncio.Future[Any]] = [ending] if coming is None else [ending, coming]
-        for future in waiting:
-            future.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await end_all([ending] if coming is None else [ending, coming])
         await frames.aclose()
 
 

@@ -1,11 +1,10 @@
 """What all routes of one app share, and the checks that come before a route's own work."""
 
 import hashlib
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from fastapi import Depends, Request
 
@@ -24,7 +23,6 @@ from mmserve.server.owners import FairSlots, OwnerEngine, cache_salt_of, owner_o
 from mmserve.server.settings import ServerSettings
 from mmserve.server.task_metrics import JobCollector, TaskObserver
 from mmserve.server.tracing import NoTracing
-from mmserve.server.uploads import declared_media_type, is_json
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta, RequestTimings
@@ -130,7 +128,7 @@ class ServerState:
         reading = (self.reader.options, self.reader.limits, self.prompts.limits)
         return f"{self.system_fingerprint}|{weights!r}|{reading!r}"
 
-    def watched(self, task: "TaskName", on_event: "OnEvent | None" = None) -> TaskObserver:
+    def watched(self, task: "TaskName", on_event: "OnEvent") -> TaskObserver:
         """To be entered around a task, which tells what it gets; metrics, traces and the log line hear of it."""
         return TaskObserver(task, self.metrics.tasks, self.tracing, on_event)
 
@@ -203,47 +201,3 @@ async def require_ready(state: State) -> None:
 async def require_running(state: State) -> None:
     """For what needs no model."""
     state.require_running()
-
-
-async def require_json(request: Request) -> None:
-    """A page of another site can send `text/plain` without asking the browser, but not `application/json`."""
-    if not is_json(request):
-        media_type = declared_media_type(request)
-        sent = repr(media_type) if media_type else "no Content-Type"
-        raise RequestError("unsupported_type", f"Send the body as application/json; this request has {sent}.")
-    body = await request.body()
-    _require_utf8(body)
-    if b"\\ud" in body.lower():
-        _refuse_half_characters(await json_of(request))
-
-
-async def json_of(request: Request) -> Any:
-    """The body. Raises `RequestError` for one that is no JSON, or has more levels than can be read."""
-    try:
-        return await request.json()
-    except ValueError as error:
-        raise RequestError("invalid_request", f"The body is not valid JSON: {error}.") from None
-    except RecursionError:
-        raise RequestError("invalid_request", "The body is nested too deeply: send fewer levels.") from None
-
-
-def _require_utf8(body: bytes) -> None:
-    """Python's parser would also take UTF-16 and UTF-32, which have NULs, and halves of surrogate pairs in any."""
-    try:
-        body.decode()
-    except UnicodeDecodeError:
-        is_utf8 = False
-    else:
-        is_utf8 = b"\0" not in body
-    if not is_utf8:
-        raise RequestError("invalid_request", "The body is not JSON in UTF-8: encode it so.")
-
-
-def _refuse_half_characters(body: Any) -> None:
-    """JSON can spell half of a surrogate pair, which is no text that a tokenizer could take."""
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        raise RequestError(
-            "invalid_request", "The body has a surrogate (\\ud800 to \\udfff) without its pair, or too many levels."
-        ) from None

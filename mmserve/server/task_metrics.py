@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mmserve.pipelines.events import DocumentOpened, Event, OnEvent, PageRead, RequestSubmitted
+from mmserve.pipelines.events import DocumentOpened, Event, OnEvent, PageRead, RequestSubmitted, tell_nobody
 from mmserve.server.logs import count, note
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class TaskObserver:
     """
 
     def __init__(
-        self, task: "TaskName", metrics: TaskMetrics, tracing: "NoTracing", on_event: OnEvent | None = None
+        self, task: "TaskName", metrics: TaskMetrics, tracing: "NoTracing", on_event: OnEvent = tell_nobody
     ) -> None:
         self._task = task
         self._metrics = metrics
@@ -86,8 +86,7 @@ class TaskObserver:
                 self._asked = self._asked or time.monotonic()
             case _:
                 pass
-        if self._on_event is not None:
-            self._on_event(event)
+        self._on_event(event)
 
     def __enter__(self) -> OnEvent:
         self._stack.enter_context(self._tracing.task(self._task))

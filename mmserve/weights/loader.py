@@ -16,15 +16,12 @@ _MAX_NAMES_SHOWN = 8
 class WeightReader:
     """Tensors by name; remembers which were taken.
 
-    Tensors come on `device` and in `dtype` if these are given, otherwise as the checkpoint has them (possibly a view of
-    a memory-mapped file).
+    Tensors come in `dtype` if it is given, otherwise as the checkpoint has them (possibly a view of a memory-mapped
+    file).
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype | None = None) -> None:
         self._checkpoint = checkpoint
-        self._device = device
         self._dtype = dtype
         self._names = checkpoint.names()
         self._taken: set[str] = set()
@@ -33,7 +30,7 @@ class WeightReader:
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`. `SetupError` names it if it is absent or not of `shape`."""
         self._taken.add(name)
-        return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
+        return self._checkpoint.tensor(name, shape).to(dtype=self._dtype)
 
     def has(self, name: str) -> bool:
         return self._checkpoint.has(name)

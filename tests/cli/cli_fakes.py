@@ -13,10 +13,11 @@ from typer.testing import Result
 
 from mmserve import cli
 from mmserve.commands import documents
-from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, Task, TaskOptions, Worker, run_task
+from mmserve.commands.documents import BatchCommandOptions, DocumentPaths, DocumentTask, ModelOptions, Worker, run_task
 from mmserve.commands.options import DocumentOptions, EngineOptions, with_option_groups
-from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError
+from mmserve.errors import DocumentError, EngineError, SetupError
 from mmserve.pipelines.batch import Source
+from mmserve.pipelines.events import PageReport
 
 Invoke = Callable[..., Result]
 app = typer.Typer()
@@ -26,16 +27,10 @@ num_refused = 0
 
 
 @dataclass(frozen=True)
-class Page:
-    number: int
-    problem: MMServeError | None = None
-
-
-@dataclass(frozen=True)
 class Shout:
     name: str
     text: str
-    pages: tuple[Page, ...] = ()
+    pages: tuple[PageReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "text": self.text, "num_pages": len(asdict(self)["pages"])}
@@ -65,9 +60,14 @@ def start(_engine: object, _reader: object, _prompts: object, tell: Callable[[st
             print("waiting", file=sys.stderr, flush=True)
             await asyncio.sleep(60)
         problem = DocumentError("page_too_large", "It is too large.") if text.startswith("large") else None
-        return Shout(source.name, text.upper(), (Page(1), Page(2, problem)))
+        reports = PageReport(1, "text_layer", False), PageReport(2, "text_layer", False, problem)
+        return Shout(source.name, text.upper(), reports)
 
     return shout
+
+
+def start_remote(_server: object, _fields: object, _tell: object) -> Worker:
+    raise NotImplementedError("no server shouts")
 
 
 @app.command()
@@ -80,7 +80,7 @@ def shout(
     greeting: Annotated[str, typer.Option(help="Tells one run from another.")] = "hello",
 ) -> None:
     """Shout what documents say."""
-    run_task(paths, Task("shout", greeting, start), files, TaskOptions(engine, pages))
+    run_task(paths, DocumentTask("shout", greeting, start, start_remote), files, ModelOptions(engine, pages))
 
 
 @contextlib.contextmanager

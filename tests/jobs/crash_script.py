@@ -4,6 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from job_fakes import CountingEngine, CountingReader, Desk, Office, document_text
 
 

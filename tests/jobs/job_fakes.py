@@ -1,16 +1,17 @@
-"""A reader of text pages and an engine by script, which count what they do; and a service made of them."""
+"""A reader of text pages and an engine by script, which say what they did; and a service made of them."""
 
 import asyncio
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmserve.config import EngineConfig, SchedulerConfig
+from text_fakes import Delta, ScriptedTextEngine, TextPrompts
+
 from mmserve.errors import MMServeError
 from mmserve.jobs.database import Database
 from mmserve.jobs.records import Job, JobEvent, StoredFile
@@ -18,8 +19,7 @@ from mmserve.jobs.service import JobService
 from mmserve.jobs.settings import JobSettings
 from mmserve.pipelines.events import OnEvent
 from mmserve.pipelines.tasks import TaskName
-from mmserve.request import FinishReason, ImageSpan, SamplingParams
-from mmserve.vision.image_source import ImageSource, PixelLimits
+from mmserve.request import SamplingParams
 from mmserve.vision.page_types import Document, Page, PageForm, PageOptions
 
 TOWNS = ("Vienna", "Lisbon", "Geneva", "Warsaw", "Dublin", "Madrid", "Athens", "Prague", "Berne", "Oslo")
@@ -34,116 +34,30 @@ def document_text(num_pages: int, *, title: str = "treaty") -> str:
     )
 
 
-class WordTokenizer:
-    """A token is a word or a run of spaces, with a number that follows from it."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = False, parse_special: bool = True) -> list[int]:
-        return [_word_id(piece) for piece in re.findall(r"\S+|\s+", text)]
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
-    ) -> list[int]:
-        return self.encode("\n".join(f"<{message['role']}> {message['content']}" for message in messages))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(_WORDS[token_id] for token_id in ids)
-
-
-_WORDS: dict[int, str] = {}
-
-
-def _word_id(piece: str) -> int:
-    """The same in every process."""
-    token_id = int.from_bytes(hashlib.sha256(piece.encode()).digest()[:6])
-    _WORDS[token_id] = piece
-    return token_id
-
-
-@dataclass(frozen=True)
-class Delta:
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    num_prompt_tokens: int
-
-
 def first_sentences(prompt: str) -> str:
     """What a model might answer: the sentences of the pages that can be cited."""
     return " ".join(re.findall(r"The \w+ was signed in \w+ in \d+ by all parties\.", prompt)[:3])
 
 
 @dataclass
-class CountingEngine:
-    """Answers a word a token. `failures` are raised first, one a request; answers about what is `hanging` never end."""
+class CountingEngine(ScriptedTextEngine):
+    """`failures` are raised first, one a request; answers about what is `hanging` never end."""
 
     answer: Callable[[str], str] = first_sentences
     max_model_len: int = 500
-    delay: float = 0.0
+    max_num_seqs: int = 4
     hanging: set[str] = field(default_factory=lambda: {"obstacle"})
     failures: list[Exception] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
-    num_running: int = 0
-    num_aborted: int = 0
-    tokenizer: WordTokenizer = field(default_factory=WordTokenizer)
     on_request: Callable[[], None] = lambda: None
 
-    @property
-    def config(self) -> EngineConfig:
-        return EngineConfig(served_model_name=("scripted",), scheduler=SchedulerConfig(max_num_seqs=4))
+    def hangs_at(self, prompt: str) -> bool:
+        return any(word in prompt for word in self.hanging)
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        images: Sequence[ImageSpan] = (),
-    ) -> AsyncGenerator[Delta, None]:
-        prompt = self.tokenizer.decode(prompt_token_ids)
-        self.prompts.append(prompt)
+    def _deltas(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
         self.on_request()
         if self.failures:
             raise self.failures.pop(0)
-        is_whole = False
-        self.num_running += 1
-        try:
-            hangs = any(word in prompt for word in self.hanging)
-            async for delta in self._deltas(prompt, len(prompt_token_ids), hangs=hangs):
-                yield delta
-            is_whole = True
-        finally:
-            self.num_running -= 1
-            self.num_aborted += not is_whole
-
-    async def _deltas(self, prompt: str, num_prompt_tokens: int, *, hangs: bool) -> AsyncGenerator[Delta, None]:
-        ids = self.tokenizer.encode(self.answer(prompt))
-        for place, token_id in enumerate(ids):
-            await asyncio.sleep(self.delay)
-            is_last = place == len(ids) - 1 and not hangs
-            yield Delta(self.tokenizer.decode([token_id]), (token_id,), "stop" if is_last else None, num_prompt_tokens)
-        if hangs:
-            await asyncio.Event().wait()
-
-
-@dataclass(frozen=True)
-class BuiltPrompt:
-    token_ids: list[int]
-    images: tuple[ImageSpan, ...] = ()
-
-
-class TextPrompts:
-    reads_images = False
-    limits = PixelLimits()
-
-    def __init__(self, tokenizer: WordTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    async def num_image_tokens(self, source: ImageSource, limits: PixelLimits | None = None) -> int:
-        raise NotImplementedError("a text model takes no pictures")
-
-    @asynccontextmanager
-    async def build(self, messages: Sequence[Mapping[str, Any]]) -> AsyncIterator[BuiltPrompt]:
-        yield BuiltPrompt(self._tokenizer.encode_chat(messages))
+        return super()._deltas(prompt_token_ids, params)
 
 
 @dataclass

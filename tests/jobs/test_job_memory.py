@@ -51,7 +51,7 @@ def test_pages_are_read_once_and_come_back_as_they_were(office: Office) -> None:
             part = await pages_of(first, file.path, [4, 2])
             assert [page.number for page in part] == [4, 2]
             whole = await pages_of(first, file.path)
-            assert (fresh.read, first.num_read, first.num_remembered) == ([4, 2, 1, 3, 5], 5, 2)
+            assert fresh.read == [4, 2, 1, 3, 5]
             second = RememberingReader(again, service._database, "anna", 60.0)
             repeated = await pages_of(second, file.path)
             # A page that could not be read may be readable now.
@@ -139,7 +139,7 @@ def with_asking(office: Office, scenario: Callable[[Asking], Any]) -> None:
 def test_an_answer_is_asked_for_once(office: Office) -> None:
     async def scenario(asking: Asking) -> None:
         assert [await asking.ask() for _ in range(3)] == [ANSWER] * 3
-        assert (len(asking.inner.prompts), asking.engine.num_replayed) == (1, 2)
+        assert len(asking.inner.prompts) == 1
 
     with_asking(office, scenario)
 
@@ -171,7 +171,7 @@ def test_an_answer_that_was_cut_by_a_cancellation_is_not_taken_for_enough(office
         await asyncio.gather(task, return_exceptions=True)
         assert (asking.inner.num_running, asking.inner.num_aborted) == (0, 1)
         assert await asking.ask() == ANSWER
-        assert asking.engine.num_replayed == 0
+        assert len(asking.inner.prompts) == 2
 
     with_asking(office, scenario)
 

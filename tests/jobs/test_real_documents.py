@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from job_fakes import CountingEngine, Office, TextPrompts, ended
+from job_fakes import CountingEngine, Office, ended
 from reportlab.pdfgen.canvas import Canvas
+from text_fakes import TextPrompts
 
 from mmserve.jobs.service import JobService
 from mmserve.jobs.settings import JobSettings

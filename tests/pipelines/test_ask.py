@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import GivenPages, ScriptedTextEngine, TextPrompts, answer_of, answering
+from pipeline_fakes import GivenPages, answer_of, answering
+from text_fakes import ScriptedTextEngine, TextPrompts
 from vision_fakes import SeeingPrompts
 
 from mmserve.errors import EngineError, RequestError

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import GivenPages, ScriptedTextEngine, TextPrompts, answering, extraction_of
+from pipeline_fakes import GivenPages, answering, extraction_of
+from text_fakes import ScriptedTextEngine, TextPrompts
 from vision_fakes import SeeingPrompts
 
 from mmserve.errors import EngineError, RequestError

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import GivenPages, TextPrompts, answering
+from pipeline_fakes import GivenPages, answering
+from text_fakes import TextPrompts
 
 from mmserve.errors import DocumentError
 from mmserve.pipelines.from_dict import from_dict, result_type

@@ -1,7 +1,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline_fakes import WordTokenizer
+from text_fakes import WordTokenizer
 
 from mmserve.errors import RequestError
 from mmserve.pipelines.chunking import PageText

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import GivenPages, ScriptedTextEngine, TextPrompts, answering, summary_of
+from pipeline_fakes import GivenPages, answering, summary_of
+from text_fakes import ScriptedTextEngine, TextPrompts
 
 from mmserve.errors import DocumentError, EngineError, RequestError
 from mmserve.pipelines.events import DocumentOpened, Done, Event, PageRead, RequestSubmitted, TextAdded

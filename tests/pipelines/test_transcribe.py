@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import Delta, GivenPages, ScriptedTextEngine, TextPrompts
+from pipeline_fakes import GivenPages, result_of
+from text_fakes import Delta, ScriptedTextEngine, TextPrompts
 from vision_fakes import SeeingPrompts
 
 from mmserve.errors import DocumentError, EngineError, RequestError
@@ -49,16 +50,7 @@ def transcript_of(
     **options: Any,
 ) -> Transcript:
     engine = engine or ScriptedTextEngine()
-    return asyncio.run(
-        transcribe(
-            Path("minutes.pdf"),
-            engine=engine,
-            prompts=prompts or TextPrompts(engine.tokenizer),
-            reader=GivenPages(given),
-            options=TranscribeOptions(**options),
-            on_event=on_event,
-        )
-    )
+    return result_of(transcribe, TranscribeOptions(**options), given, engine, on_event, prompts)
 
 
 def seen(given: Sequence[Page], engine: ScriptedTextEngine, **options: Any) -> Transcript:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_fakes import GivenPages, ScriptedTextEngine, answering, summary_of
+from pipeline_fakes import GivenPages, answering, summary_of
+from text_fakes import ScriptedTextEngine
 from vision_fakes import SeeingPrompts
 
 from mmserve.errors import RequestError

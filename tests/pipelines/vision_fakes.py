@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline_fakes import BuiltPrompt, WordTokenizer
+from text_fakes import BuiltPrompt, WordTokenizer
 
 from mmserve.errors import DocumentError
 from mmserve.request import ImageSpan

@@ -16,6 +16,8 @@ from mmserve.server.access import KeyRing
 from mmserve.server.settings import AccessSettings
 from mmserve.vision.pages import PageReader
 
+pytest_plugins = ["document_fixtures"]
+
 # A loaded machine takes its time.
 expect.set_options(timeout=20_000)
 
@@ -27,13 +29,6 @@ DAMAGED: FilePayload = {"name": "broken.pdf", "mimeType": "application/pdf", "bu
 def browser() -> Iterator[Browser]:
     with chromium() as launched:
         yield launched
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[PageReader]:
-    made = PageReader(num_workers=1)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from reportlab.pdfgen import canvas
 
 from mmserve.vision.pages import PageReader
 
+pytest_plugins = ["document_fixtures"]
+
 
 @functools.cache
 def two_pages() -> bytes:
@@ -28,28 +30,10 @@ def two_pages() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[PageReader]:
-    made = PageReader(num_workers=1)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("uploads")
-
-
-@pytest.fixture(scope="module")
 def server(reader: PageReader, places: tuple[Path, Path]) -> Iterator[LiveServer]:
     data_dir, upload_dir = places
     with serving(scripted(), reader=reader, data_dir=data_dir, upload_dir=upload_dir, middleware=OwnerByHeader) as live:
         yield live
-
-
-@pytest.fixture
-def api(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 def stored(api: httpx.Client, content: bytes = TEXT, name: str = "a.txt", owner: str = "local") -> dict[str, Any]:

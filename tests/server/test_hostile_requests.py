@@ -12,6 +12,8 @@ from live_server import LiveServer, serving, wait_until
 
 from mmserve.vision.pages import PageReader
 
+pytest_plugins = ["document_fixtures"]
+
 LEVELS = 10_000
 BRANCHES: dict[str, Any] = {
     f"d{level}": {"allOf": [{"$ref": f"#/$defs/d{level + 1}"}] * 3} for level in range(1, 25)
@@ -20,22 +22,9 @@ BOMB = {"type": "object", "properties": {"a": {}}, "$ref": "#/$defs/d1", "$defs"
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[PageReader]:
-    made = PageReader(num_workers=1)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def server(reader: PageReader, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with serving(scripted(), reader=reader, data_dir=tmp_path_factory.mktemp("data")) as live:
         yield live
-
-
-@pytest.fixture
-def api(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture

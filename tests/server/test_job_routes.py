@@ -22,20 +22,10 @@ from live_server import LiveServer, serving, wait_until
 
 from mmserve.vision.pages import PageReader
 
+pytest_plugins = ["document_fixtures"]
+
 JOBS = "/v1/jobs"
 SUMMARIZE = {"task": "summarize"}
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[PageReader]:
-    made = PageReader(num_workers=1)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("uploads")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +35,6 @@ def server(reader: PageReader, places: tuple[Path, Path]) -> Iterator[LiveServer
         scripted(), reader=reader, data_dir=data_dir, upload_dir=upload_dir, max_files=4, middleware=OwnerByHeader
     ) as live:
         yield live
-
-
-@pytest.fixture
-def api(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 def stored(api: httpx.Client, content: bytes = TEXT, name: str = "a.txt", **headers: str) -> str:

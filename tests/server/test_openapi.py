@@ -22,6 +22,8 @@ from mmserve.server.app import create_app
 from mmserve.server.settings import ServerSettings
 from mmserve.vision.pages import PageReader
 
+pytest_plugins = ["document_fixtures"]
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -38,13 +40,6 @@ BOUNDED = settings(
     suppress_health_check=list(HealthCheck),
 )
 OPERATIONS = {"get", "post", "delete"}
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[PageReader]:
-    made = PageReader(num_workers=1)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

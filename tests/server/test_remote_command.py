@@ -23,15 +23,10 @@ from mmserve.server.runner import DrainingServer
 from mmserve.server.settings import ServerSettings
 from mmserve.vision.pages import PageReader
 
+pytest_plugins = ["document_fixtures"]
+
 TEXT = "Invoice of Hallam Pumps. The total is 1,284.50 EUR. It is due on 12 March.\n"
 ANSWER = "The total is 1,284.50 EUR."
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[PageReader]:
-    made = PageReader(num_workers=1)
-    yield made
-    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -16,18 +16,13 @@ from mmserve.errors import StorageError
 from mmserve.jobs.results import ResultCache
 from mmserve.vision.pages import PageReader
 
+pytest_plugins = ["document_fixtures"]
+
 SUMMARY = "/v1/summarize"
 
 
 def encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[PageReader]:
-    made = PageReader(num_workers=1)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +63,6 @@ def server(reader: PageReader, host: str, tmp_path_factory: pytest.TempPathFacto
         live.app.state.server.fetcher = type(fetcher)(fetcher.allowed, fetcher.max_bytes, permits=lambda _address: True)
         yield live
         wait_until(lambda: not list(uploads.iterdir()))
-
-
-@pytest.fixture
-def api(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from mmserve.request import SamplingParams
 from mmserve.server.generation import Answer, GenerationRequest, UsageCount, collect, generate
+from mmserve.server.json_body import require_json
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.logprobs import chat_logprobs
 from mmserve.server.media import received
@@ -26,7 +27,7 @@ from mmserve.server.schemas.chat import (
 )
 from mmserve.server.schemas.common import COMPLETION_RESPONSES, Usage
 from mmserve.server.sse import DONE_FRAME, EventStream, frame
-from mmserve.server.state import Owner, ServerState, State, require_json, require_ready
+from mmserve.server.state import Owner, ServerState, State, require_ready
 
 if TYPE_CHECKING:
     from mmserve.engine.client import CompletionDelta

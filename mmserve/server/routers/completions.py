@@ -12,12 +12,13 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.responses import JSONResponse
 
 from mmserve.server.generation import Answer, GenerationRequest, UsageCount, collect, generate
+from mmserve.server.json_body import require_json
 from mmserve.server.lifetime import run_within_lifetime
 from mmserve.server.logprobs import CompletionLogprobsWriter
 from mmserve.server.schemas.common import COMPLETION_RESPONSES, Usage
 from mmserve.server.schemas.completions import CompletionChoice, CompletionRequest, TextCompletion
 from mmserve.server.sse import DONE_FRAME, EventStream, frame
-from mmserve.server.state import Owner, ServerState, State, require_json, require_ready
+from mmserve.server.state import Owner, ServerState, State, require_ready
 
 router = APIRouter(tags=["completions"], dependencies=[Depends(require_ready), Depends(require_json)])
 

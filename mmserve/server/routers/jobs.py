@@ -14,7 +14,7 @@ from mmserve.jobs.digests import digest_of
 from mmserve.jobs.records import Job, JobStatus
 from mmserve.pipelines.batch import file_digest
 from mmserve.pipelines.tasks import TaskName
-from mmserve.server.documents import read_json_object
+from mmserve.server.json_body import read_json_object
 from mmserve.server.routers.files import After, Limit, keep
 from mmserve.server.schemas.common import EVENT_STREAM, STORAGE_STATUSES, error_responses
 from mmserve.server.schemas.jobs import DeletedJob, JobForm, JobList, JobObject, JobRequest

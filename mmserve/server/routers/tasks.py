@@ -10,7 +10,8 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.responses import JSONResponse
 
 from mmserve.errors import MMServeError
-from mmserve.pipelines.events import Done, Event, TextAdded
+from mmserve.pipelines.concurrency import end_all
+from mmserve.pipelines.events import Event, stream_data
 from mmserve.pipelines.tasks import TASKS, TaskName
 from mmserve.server.documents import SentDocument, SentTask, brought, receive_task
 from mmserve.server.errors import as_mmserve_error, envelope
@@ -33,7 +34,7 @@ class TaskCall:
 
     @property
     def state(self) -> ServerState:
-        return self.run.state
+        return self.run.place
 
     @property
     def is_single(self) -> bool:
@@ -59,7 +60,7 @@ async def _answer(task: TaskName, request: Request, state: ServerState, owner: s
         state.model_name(fields.model)
         # A schema takes a while to check.
         options = await asyncio.to_thread(fields.to_options)
-        call = TaskCall(TaskRun(state, owner, task, options, fields.no_cache), sent)
+        call = TaskCall(TaskRun(state, state.jobs.results, owner, task, options, fields.no_cache), sent)
         timeout = state.settings.request_timeout
         if fields.stream:
             on_end = cleanup.pop_all().close
@@ -111,9 +112,7 @@ async def _frames(call: TaskCall) -> AsyncGenerator[str, None]:
                 is_first = False
                 yield item.text if isinstance(item, _Failure) else item
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
     yield frame({"type": "done"}, event="done")
 
 
@@ -125,10 +124,8 @@ async def _work_off(call: TaskCall, index: int, queue: _Queue) -> None:
         return frame({"type": kind, "index": index, "name": name, **data}, event=kind)
 
     def tell(event: Event) -> None:
-        if isinstance(event, TextAdded):
-            queue.put_nowait(framed("delta", event.to_dict()))
-        elif not isinstance(event, Done):
-            queue.put_nowait(framed("progress", {"event": event.kind, **event.to_dict()}))
+        if (told := stream_data(event)) is not None:
+            queue.put_nowait(framed(*told))
 
     try:
         name, path = await brought(document, call.sent.folder, call.state, call.run.owner)
