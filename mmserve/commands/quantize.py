@@ -95,9 +95,9 @@ def _printing(console: Console) -> Callable[[str], None]:
 
 def _check_calibration(settings: QuantizeSettings, calibration: list[Path] | None) -> None:
     message = None
-    if settings.is_calibrated and not calibration:
+    if settings.needs_texts and not calibration:
         message = f"--scheme {settings.scheme} needs texts: give --calibration DIR|FILE"
-    elif not settings.is_calibrated and calibration:
+    elif not settings.takes_texts and calibration:
         message = f"--scheme {settings.scheme} looks at weights alone: leave --calibration out"
     if message is not None:
         raise RequestError("invalid_request", message, param="calibration")

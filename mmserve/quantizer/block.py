@@ -1,6 +1,7 @@
 """A decoder's layer in plain float32, over whole samples, with its matrices' inputs in sight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,35 +19,73 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
     "feed_forward_output": ("mlp.down_proj",),
 }
 MATRICES = tuple(name for names in INPUTS.values() for name in names)
-Watch = Callable[[str, torch.Tensor], None]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _unwatched(_name: str, _x: torch.Tensor) -> None: ...
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class MatrixInput:
+    """What the matrices `group` of `INPUTS` multiply, `[N, S, in]`, and what their outputs are added to."""
+
+    group: str
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
 
 
 class DecoderBlock:
-    """`config`'s layer; positions are those of text, from 0."""
+    """`config`'s layer; positions are those of text, from 0.
 
-    def __init__(self, config: ModelConfig, seq_len: int, device: torch.device) -> None:
+    `product_dtype` is what matrices are multiplied in, the rest is float32; `rounding` is done to what they multiply.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        device: torch.device,
+        *,
+        product_dtype: torch.dtype = torch.float32,
+        rounding: Rounding = as_it_is,
+    ) -> None:
         self._config = config
+        self._product_dtype = product_dtype
+        self._rounding = rounding
         table = RotaryTable(
             config.rope, head_dim=config.head_dim, max_positions=seq_len, dtype=torch.float32, device=device
         )
         cos, sin = table.at(torch.arange(seq_len, device=device))
         self._cos, self._sin = cos[:, 0], sin[:, 0]
 
-    def __call__(self, x: torch.Tensor, tensors: Tensors, watch: Watch = _unwatched) -> torch.Tensor:
-        """`[N, S, hidden]` -> the same; `watch` gets each of `INPUTS` `[N, S, in]`."""
-        normed = self._norm(x, tensors, "input_layernorm")
-        watch("attention", normed)
-        attended = self._attention(normed, tensors)
-        watch("attention_output", attended)
-        x = x + _linear(attended, tensors, "self_attn.o_proj")
-        normed = self._norm(x, tensors, "post_attention_layernorm")
-        watch("feed_forward", normed)
-        inner = F.silu(_linear(normed, tensors, "mlp.gate_proj")) * _linear(normed, tensors, "mlp.up_proj")
-        watch("feed_forward_output", inner)
-        return x + _linear(inner, tensors, "mlp.down_proj")
+    def __call__(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """`[N, S, hidden]` -> the same."""
+        steps = self.steps(x, tensors)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                out: torch.Tensor = end.value
+                return out
+
+    def input_of(self, group: str, x: torch.Tensor, tensors: Tensors) -> MatrixInput:
+        """Computes no further than to there."""
+        return next(step for step in self.steps(x, tensors) if step.group == group)
+
+    def steps(self, x: torch.Tensor, tensors: Tensors) -> Generator[MatrixInput, None, torch.Tensor]:
+        """Each of `INPUTS`, before its matrices are used; the layer's outputs are what it returns."""
+        normed = self._rounding(self._norm(x, tensors, "input_layernorm"))
+        yield MatrixInput("attention", normed)
+        attended = self._rounding(self._attention(normed, tensors))
+        yield MatrixInput("attention_output", attended, x)
+        x = x + self._linear(attended, tensors, "self_attn.o_proj")
+        normed = self._rounding(self._norm(x, tensors, "post_attention_layernorm"))
+        yield MatrixInput("feed_forward", normed)
+        inner = F.silu(self._linear(normed, tensors, "mlp.gate_proj")) * self._linear(normed, tensors, "mlp.up_proj")
+        inner = self._rounding(inner)
+        yield MatrixInput("feed_forward_output", inner, x)
+        return x + self._linear(inner, tensors, "mlp.down_proj")
 
     def _norm(self, x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
         return rms_norm(x, tensors[f"{name}.weight"], self._config.rms_norm_eps)
@@ -54,7 +93,7 @@ class DecoderBlock:
     def _attention(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         config = self._config
         q, k, v = (
-            _linear(x, tensors, f"self_attn.{part}_proj").view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
+            self._linear(x, tensors, f"self_attn.{part}_proj").view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
             for part in "qkv"
         )
         if config.qk_norm:
@@ -67,6 +106,7 @@ class DecoderBlock:
         # The table's sines are negative where the halves change places.
         return x * self._cos + x.roll(x.shape[-1] // 2, dims=-1) * self._sin
 
-
-def _linear(x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
-    return F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+    def _linear(self, x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
+        weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+        product = F.linear(x.to(self._product_dtype), weight.to(self._product_dtype)).float()
+        return product if bias is None else product + bias

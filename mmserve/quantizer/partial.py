@@ -53,8 +53,12 @@ class PartialRun:
         unfinished.replace(self._layer_file(index))
 
     def states(self, index: int, shape: tuple[int, int, int]) -> HiddenStates:
-        """Those that layer `index` starts from."""
+        """Those that layer `index` starts from, where the layers before it are quantized."""
         return HiddenStates(self._folder / f"states-{index}.bin", shape)
+
+    def wanted_states(self, index: int, shape: tuple[int, int, int]) -> HiddenStates:
+        """The same of the float model."""
+        return HiddenStates(self._folder / f"wanted-{index}.bin", shape)
 
     def remove(self) -> None:
         shutil.rmtree(self._folder)

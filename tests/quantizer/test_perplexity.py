@@ -94,7 +94,7 @@ def test_the_commands_together(llama: Path, text_file: Path, tmp_path: Path) -> 
     ("arguments", "error", "sentence"),
     [
         (["--scheme", "awq"], RequestError, "needs texts"),
-        (["--scheme", "fp8", "--calibration", "{text}"], RequestError, "weights alone"),
+        (["--scheme", "rtn", "--calibration", "{text}"], RequestError, "weights alone"),
         (["--scheme", "gptq", "--calibration", "{text}", "--seq-len", "5000"], DocumentError, "one sample takes 5000"),
         (["--scheme", "gptq", "--calibration", "{nothing}"], RequestError, "does not exist"),
         (["--scheme", "gptq", "--calibration", "{empty}"], RequestError, "no text"),
