@@ -1,6 +1,6 @@
 """A decoder's layer in plain float32, over whole samples, with its matrices' inputs in sight."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,9 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
     "feed_forward": ("mlp.gate_proj", "mlp.up_proj"),
     "feed_forward_output": ("mlp.down_proj",),
 }
+# Groups whose outputs are added to what goes past them.
+ADDED = frozenset({"attention_output", "feed_forward_output"})
+LAST_GROUP = "feed_forward_output"
 MATRICES = tuple(name for names in INPUTS.values() for name in names)
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,12 +30,15 @@ def as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class MatrixInput:
-    """What the matrices `group` of `INPUTS` multiply, `[N, S, in]`, and what their outputs are added to."""
+class LayerState:
+    """Half-way through a layer: `inputs` `[N, S, in]` are what the matrices `group` of `INPUTS` multiply next.
+
+    `x` `[N, S, hidden]` is what goes past them, and what outputs are added to.
+    """
 
     group: str
+    inputs: torch.Tensor
     x: torch.Tensor
-    residual: torch.Tensor | None = None
 
 
 class DecoderBlock:
@@ -61,31 +67,28 @@ class DecoderBlock:
 
     def __call__(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """`[N, S, hidden]` -> the same."""
-        steps = self.steps(x, tensors)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                out: torch.Tensor = end.value
-                return out
+        state = self.start(x, tensors)
+        while state.group != LAST_GROUP:
+            state = self.advance(state, tensors)
+        return self.finish(state, tensors)
 
-    def input_of(self, group: str, x: torch.Tensor, tensors: Tensors) -> MatrixInput:
-        """Computes no further than to there."""
-        return next(step for step in self.steps(x, tensors) if step.group == group)
+    def start(self, x: torch.Tensor, tensors: Tensors) -> LayerState:
+        return LayerState("attention", self._rounding(self._norm(x, tensors, "input_layernorm")), x)
 
-    def steps(self, x: torch.Tensor, tensors: Tensors) -> Generator[MatrixInput, None, torch.Tensor]:
-        """Each of `INPUTS`, before its matrices are used; the layer's outputs are what it returns."""
-        normed = self._rounding(self._norm(x, tensors, "input_layernorm"))
-        yield MatrixInput("attention", normed)
-        attended = self._rounding(self._attention(normed, tensors))
-        yield MatrixInput("attention_output", attended, x)
-        x = x + self._linear(attended, tensors, "self_attn.o_proj")
-        normed = self._rounding(self._norm(x, tensors, "post_attention_layernorm"))
-        yield MatrixInput("feed_forward", normed)
-        inner = F.silu(self._linear(normed, tensors, "mlp.gate_proj")) * self._linear(normed, tensors, "mlp.up_proj")
-        inner = self._rounding(inner)
-        yield MatrixInput("feed_forward_output", inner, x)
-        return x + self._linear(inner, tensors, "mlp.down_proj")
+    def advance(self, state: LayerState, tensors: Tensors) -> LayerState:
+        """Past the matrices of `state.group`, which is not the last, to the next group."""
+        inputs, x = state.inputs, state.x
+        if state.group == "attention":
+            return LayerState("attention_output", self._rounding(self._attention(inputs, tensors)), x)
+        if state.group == "attention_output":
+            x = x + self._linear(inputs, tensors, "self_attn.o_proj")
+            normed = self._norm(x, tensors, "post_attention_layernorm")
+            return LayerState("feed_forward", self._rounding(normed), x)
+        gate = F.silu(self._linear(inputs, tensors, "mlp.gate_proj"))
+        return LayerState(LAST_GROUP, self._rounding(gate * self._linear(inputs, tensors, "mlp.up_proj")), x)
+
+    def finish(self, state: LayerState, tensors: Tensors) -> torch.Tensor:
+        return state.x + self._linear(state.inputs, tensors, "mlp.down_proj")
 
     def _norm(self, x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
         return rms_norm(x, tensors[f"{name}.weight"], self._config.rms_norm_eps)

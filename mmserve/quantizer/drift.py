@@ -24,6 +24,6 @@ def corrected(weight: torch.Tensor, known: InputStatistics) -> torch.Tensor:
     if known.residual_drift is not None:
         wanted += known.residual_drift
     damped = known.gram.clone()
-    damped.diagonal().add_(_RIDGE * known.gram.diagonal().mean())
+    damped.diagonal().add_(_RIDGE * (float(known.gram.diagonal().mean()) or 1.0))
     change: torch.Tensor = torch.linalg.solve(damped, wanted, left=False)
     return weight + change

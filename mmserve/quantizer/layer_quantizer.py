@@ -65,7 +65,7 @@ def quantize_layer(
     for group, names in INPUTS.items():
         known = statistics.get(group)
         if inputs is not None and known is None:
-            known = inputs.of(group, layer.computed)
+            known = inputs.of_next(layer.computed)
         for name in names:
             rounded = _rounded(name, tensors[f"{name}.weight"], known, settings, form)
             layer.stored.update({f"{name}.{part}": tensor for part, tensor in _stored(rounded, form).items()})

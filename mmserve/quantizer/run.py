@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import torch
 from mmserve.config import ModelConfig
 from mmserve.errors import RequestError
 from mmserve.quantization.registry import quantization_config as stored_quantization
-from mmserve.quantizer.block import DecoderBlock
-from mmserve.quantizer.inputs import LayerInputs
+from mmserve.quantizer.block import DecoderBlock, as_it_is
+from mmserve.quantizer.inputs import LayerInputs, Stream
 from mmserve.quantizer.layer_quantizer import QuantizedLayer, input_rounding, quantize_layer
 from mmserve.quantizer.output import SHARD_BYTES, copy_side_files, quantization_config, write_json, write_shards
 from mmserve.quantizer.partial import PartialRun
@@ -82,8 +81,8 @@ class ModelQuantizer:
             on_progress(index, num_layers)
             self._partial.keep_layer(index, self._quantize(index).stored)
             if index and self._samples is not None:
-                for states in self._states(index - 1):
-                    states.remove()
+                for kind in self._kinds:
+                    self._states(kind, index - 1).remove()
         on_progress(num_layers, num_layers)
         self._write()
         num_bytes = sum(path.stat().st_size for path in self._out.glob("*.safetensors"))
@@ -100,28 +99,40 @@ class ModelQuantizer:
             return quantize_layer(tensors, None, self._config, self._settings, self._dtype)
         if index == 0:
             self._embed(self._samples)
-        states, wanted = self._states(index)
-        seq_len = self._samples.shape[1]
-        new_block = partial(
-            DecoderBlock, self._config, seq_len, self._device, product_dtype=_product_dtype(self._dtype, self._device)
-        )
-        block, float_block = new_block(rounding=input_rounding(self._settings.scheme)), new_block()
-        inputs = LayerInputs(tensors, states, wanted, block, float_block, self._device)
+        streams = [self._stream(kind, index, self._samples) for kind in self._kinds]
+        inputs = LayerInputs(tensors, streams[0], streams[1] if len(streams) > 1 else None)
         layer = quantize_layer(tensors, inputs, self._config, self._settings, self._dtype)
-        inputs.write_outputs(layer.computed, *self._states(index + 1))
+        inputs.write_outputs(layer.computed)
         return layer
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """Whose hidden states are kept: the quantized model's, and beside it the float model's."""
+        return ("states",) if self._settings.scheme == "awq" else ("states", "wanted")
 
     def _embed(self, samples: torch.Tensor) -> None:
         embedding = self._checkpoint.tensor("model.embed_tokens.weight")
-        for states in self._states(0):
+        for kind in self._kinds:
+            states = self._states(kind, 0).tensor
             for i, ids in enumerate(samples):
-                states.tensor[i] = embedding[ids].float()
+                states[i] = embedding[ids].float()
 
-    def _states(self, index: int) -> tuple[HiddenStates, HiddenStates]:
-        """What layer `index` starts from: of the quantized model, of the float model."""
+    def _stream(self, kind: str, index: int, samples: torch.Tensor) -> Stream:
+        config = self._config
+        block = DecoderBlock(
+            config,
+            samples.shape[1],
+            self._device,
+            product_dtype=_product_dtype(self._dtype, self._device),
+            rounding=input_rounding(self._settings.scheme) if kind == "states" else as_it_is,
+        )
+        width = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        between = self._partial.states_between(kind, (*samples.shape, width))
+        return Stream(block, self._states(kind, index), self._states(kind, index + 1), between, self._device)
+
+    def _states(self, kind: str, index: int) -> HiddenStates:
         assert self._samples is not None
-        shape = (*self._samples.shape, self._config.hidden_size)
-        return self._partial.states(index, shape), self._partial.wanted_states(index, shape)
+        return self._partial.states(kind, index, (*self._samples.shape, self._config.hidden_size))
 
     def _write(self) -> None:
         write_shards(self._tensors(), self._out, max_bytes=SHARD_BYTES)
