@@ -34,8 +34,8 @@ def quantize(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="New folder for the result.")],
     scheme: Annotated[
         SchemeName,
-        typer.Option(help="awq, gptq and rtn (plain rounding): int4 weights; fp8, int8: weights and activations."),
-    ] = "awq",
+        typer.Option(help="gptq, awq and rtn (plain rounding): int4 weights; fp8, int8: weights and activations."),
+    ] = "gptq",
     calibration: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE|DIR", help="Documents or texts like those to be read later; repeatable."),
@@ -44,8 +44,8 @@ def quantize(
     seq_len: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
     group_size: Annotated[int, typer.Option(help="int4: weights of a row that share a scale: 32, 64 or 128.")] = 64,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="int4: without zero points.")] = False,
-    act_order: Annotated[bool, typer.Option(help="gptq: columns with the largest inputs first.")] = True,
-    damping: Annotated[float, typer.Option(help="gptq: added to the diagonal, as a share of its mean.")] = 0.01,
+    act_order: Annotated[bool, typer.Option(help="gptq, fp8, int8: columns with the largest inputs first.")] = True,
+    damping: Annotated[float, typer.Option(help="gptq, fp8, int8: on the diagonal, a share of its mean.")] = 0.01,
     dtype: Annotated[
         OutputDType, typer.Option(help="Of scales and of what is not quantized: auto is float16 if the model is.")
     ] = "auto",
@@ -56,13 +56,14 @@ def quantize(
 ) -> None:
     """Quantize a model, and write it as a compressed-tensors checkpoint that mmserve, transformers and vLLM load.
 
-    awq and gptq see what the model does with the calibration texts, which are read as documents are everywhere else;
-    the others need none. One layer is in memory at a time, and an interrupted run goes on where it was when it is
-    given again. Embeddings, output layer, and all of a vision-language model but its decoder stay as they are.
+    gptq and awq see what the model does with the calibration texts, which are read as documents are everywhere else;
+    fp8 and int8 can do with or without; rtn takes none. One layer is in memory at a time, and an interrupted run goes
+    on where it was when it is given again. Embeddings, output layer, and all of a vision-language model but its decoder
+    stay as they are.
 
     \b
     Examples:
-      mmserve quantize ./Qwen3-4B --scheme awq --calibration invoices/ -o Qwen3-4B-awq
+      mmserve quantize ./Qwen3-4B --calibration invoices/ -o Qwen3-4B-int4
       mmserve quantize ./Qwen3-4B --scheme fp8 -o Qwen3-4B-fp8
     """
     settings = QuantizeSettings(
@@ -95,9 +96,9 @@ def _printing(console: Console) -> Callable[[str], None]:
 
 def _check_calibration(settings: QuantizeSettings, calibration: list[Path] | None) -> None:
     message = None
-    if settings.is_calibrated and not calibration:
+    if settings.needs_texts and not calibration:
         message = f"--scheme {settings.scheme} needs texts: give --calibration DIR|FILE"
-    elif not settings.is_calibrated and calibration:
+    elif not settings.takes_texts and calibration:
         message = f"--scheme {settings.scheme} looks at weights alone: leave --calibration out"
     if message is not None:
         raise RequestError("invalid_request", message, param="calibration")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mmserve.quantizer.rounding import GroupForm, output_error
+from mmserve.quantizer.rounding import Form, output_error, round_to_nearest
 
 _NUM_STEPS = 20
 _SMALLEST = 1e-4
@@ -17,7 +17,7 @@ def search_scales(
     weights: Sequence[torch.Tensor],
     gram: torch.Tensor,
     magnitudes: torch.Tensor,
-    form: GroupForm,
+    form: Form,
     shared: Callable[[torch.Tensor], torch.Tensor] = lambda scales: scales,
 ) -> torch.Tensor:
     """Factors `[in]` for the columns of `weights` `[out, in]`, which have the same inputs.
@@ -30,7 +30,10 @@ def search_scales(
     for step in range(_NUM_STEPS):
         scales = shared(magnitudes).clamp(min=_SMALLEST).pow(step / _NUM_STEPS)
         scales = scales / (scales.max() * scales.min()).sqrt()
-        error = sum(output_error(form.rounded(weight * scales) / scales - weight, gram) for weight in weights)
+        error = sum(
+            output_error(round_to_nearest(weight * scales, form).dequantized() / scales - weight, gram)
+            for weight in weights
+        )
         if error < least:
             best, least = scales, error
     return best

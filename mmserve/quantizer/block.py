@@ -1,6 +1,7 @@
 """A decoder's layer in plain float32, over whole samples, with its matrices' inputs in sight."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,36 +18,77 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
     "feed_forward": ("mlp.gate_proj", "mlp.up_proj"),
     "feed_forward_output": ("mlp.down_proj",),
 }
+# Groups whose outputs are added to what goes past them.
+ADDED = frozenset({"attention_output", "feed_forward_output"})
+LAST_GROUP = "feed_forward_output"
 MATRICES = tuple(name for names in INPUTS.values() for name in names)
-Watch = Callable[[str, torch.Tensor], None]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _unwatched(_name: str, _x: torch.Tensor) -> None: ...
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Half-way through a layer: `inputs` `[N, S, in]` are what the matrices `group` of `INPUTS` multiply next.
+
+    `x` `[N, S, hidden]` is what goes past them, and what outputs are added to.
+    """
+
+    group: str
+    inputs: torch.Tensor
+    x: torch.Tensor
 
 
 class DecoderBlock:
-    """`config`'s layer; positions are those of text, from 0."""
+    """`config`'s layer; positions are those of text, from 0.
 
-    def __init__(self, config: ModelConfig, seq_len: int, device: torch.device) -> None:
+    `product_dtype` is what matrices are multiplied in, the rest is float32; `rounding` is done to what they multiply.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        device: torch.device,
+        *,
+        product_dtype: torch.dtype = torch.float32,
+        rounding: Rounding = as_it_is,
+    ) -> None:
         self._config = config
+        self._product_dtype = product_dtype
+        self._rounding = rounding
         table = RotaryTable(
             config.rope, head_dim=config.head_dim, max_positions=seq_len, dtype=torch.float32, device=device
         )
         cos, sin = table.at(torch.arange(seq_len, device=device))
         self._cos, self._sin = cos[:, 0], sin[:, 0]
 
-    def __call__(self, x: torch.Tensor, tensors: Tensors, watch: Watch = _unwatched) -> torch.Tensor:
-        """`[N, S, hidden]` -> the same; `watch` gets each of `INPUTS` `[N, S, in]`."""
-        normed = self._norm(x, tensors, "input_layernorm")
-        watch("attention", normed)
-        attended = self._attention(normed, tensors)
-        watch("attention_output", attended)
-        x = x + _linear(attended, tensors, "self_attn.o_proj")
-        normed = self._norm(x, tensors, "post_attention_layernorm")
-        watch("feed_forward", normed)
-        inner = F.silu(_linear(normed, tensors, "mlp.gate_proj")) * _linear(normed, tensors, "mlp.up_proj")
-        watch("feed_forward_output", inner)
-        return x + _linear(inner, tensors, "mlp.down_proj")
+    def __call__(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """`[N, S, hidden]` -> the same."""
+        state = self.start(x, tensors)
+        while state.group != LAST_GROUP:
+            state = self.advance(state, tensors)
+        return self.finish(state, tensors)
+
+    def start(self, x: torch.Tensor, tensors: Tensors) -> LayerState:
+        return LayerState("attention", self._rounding(self._norm(x, tensors, "input_layernorm")), x)
+
+    def advance(self, state: LayerState, tensors: Tensors) -> LayerState:
+        """Past the matrices of `state.group`, which is not the last, to the next group."""
+        inputs, x = state.inputs, state.x
+        if state.group == "attention":
+            return LayerState("attention_output", self._rounding(self._attention(inputs, tensors)), x)
+        if state.group == "attention_output":
+            x = x + self._linear(inputs, tensors, "self_attn.o_proj")
+            normed = self._norm(x, tensors, "post_attention_layernorm")
+            return LayerState("feed_forward", self._rounding(normed), x)
+        gate = F.silu(self._linear(inputs, tensors, "mlp.gate_proj"))
+        return LayerState(LAST_GROUP, self._rounding(gate * self._linear(inputs, tensors, "mlp.up_proj")), x)
+
+    def finish(self, state: LayerState, tensors: Tensors) -> torch.Tensor:
+        return state.x + self._linear(state.inputs, tensors, "mlp.down_proj")
 
     def _norm(self, x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
         return rms_norm(x, tensors[f"{name}.weight"], self._config.rms_norm_eps)
@@ -54,7 +96,7 @@ class DecoderBlock:
     def _attention(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         config = self._config
         q, k, v = (
-            _linear(x, tensors, f"self_attn.{part}_proj").view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
+            self._linear(x, tensors, f"self_attn.{part}_proj").view(*x.shape[:2], -1, config.head_dim).transpose(1, 2)
             for part in "qkv"
         )
         if config.qk_norm:
@@ -67,6 +109,7 @@ class DecoderBlock:
         # The table's sines are negative where the halves change places.
         return x * self._cos + x.roll(x.shape[-1] // 2, dims=-1) * self._sin
 
-
-def _linear(x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
-    return F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+    def _linear(self, x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
+        weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
+        product = F.linear(x.to(self._product_dtype), weight.to(self._product_dtype)).float()
+        return product if bias is None else product + bias

@@ -2,14 +2,13 @@
 
 import torch
 
-from mmserve.quantization.grouped_ints import GroupedInts
-from mmserve.quantizer.rounding import GroupForm, clipped_ranges
+from mmserve.quantizer.rounding import Form, RoundedMatrix, best_ranges
 
 # Columns whose corrections reach the rest of the matrix in one product; a multiple of every group size.
 _BLOCK = 128
 
 
-def gptq(weight: torch.Tensor, gram: torch.Tensor, form: GroupForm, *, damping: float, act_order: bool) -> GroupedInts:
+def gptq(weight: torch.Tensor, gram: torch.Tensor, form: Form, *, damping: float, act_order: bool) -> RoundedMatrix:
     """weight `[out, in]` and the gram `[in, in]` of its inputs, float32.
 
     With `act_order` columns of large inputs come first. Groups stay those of neighbouring columns, their ranges fixed
@@ -17,16 +16,15 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, form: GroupForm, *, damping: 
     """
     dead = gram.diagonal() == 0
     weight = weight.masked_fill(dead, 0.0)
-    scales, zeros = clipped_ranges(weight, gram, form)
-    in_features = weight.shape[1]
-    order = torch.arange(in_features, device=weight.device)
+    scales, zeros = best_ranges(weight, gram, form)
+    order = torch.arange(weight.shape[1], device=weight.device)
     if act_order:
         order = gram.diagonal().argsort(descending=True, stable=True)
-    groups = order // form.group_size
+    groups = form.groups_of(order)
     factor = _inverse_factor(gram[order][:, order], damping)
     numbers = torch.empty_like(weight)
     numbers[:, order] = _rounded_in_turn(weight[:, order], factor, scales[:, groups, 0], zeros[:, groups, 0], form)
-    return form.ints(form.grouped(numbers), scales, zeros)
+    return RoundedMatrix(form.grouped(numbers), scales, zeros)
 
 
 def _inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
@@ -45,7 +43,7 @@ def _inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
 
 
 def _rounded_in_turn(
-    weight: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, form: GroupForm
+    weight: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, form: Form
 ) -> torch.Tensor:
     """All `[out, in]`, columns in the order of rounding; `weight` is used up."""
     numbers = torch.empty_like(weight)

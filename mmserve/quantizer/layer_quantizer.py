@@ -1,23 +1,31 @@
 """One decoder layer, from its weights and what is known of its inputs to quantized matrices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 
 from mmserve.config import ModelConfig
 from mmserve.quantization.bits import pack
-from mmserve.quantization.eight_bit import to_numbers
-from mmserve.quantization.grouped_ints import GroupedInts
+from mmserve.quantization.eight_bit import FP8, quantize_rows
 from mmserve.quantizer.awq import by_kv_head, of_kv_heads, search_scales
-from mmserve.quantizer.block import INPUTS, MATRICES, Tensors
+from mmserve.quantizer.block import INPUTS, MATRICES, Rounding, Tensors, as_it_is
+from mmserve.quantizer.drift import corrected
 from mmserve.quantizer.gptq import gptq
-from mmserve.quantizer.rounding import GroupForm, clipped_ranges, round_to_nearest
-from mmserve.quantizer.settings import NUM_BITS, QuantizeSettings
+from mmserve.quantizer.inputs import LayerInputs
+from mmserve.quantizer.rounding import (
+    Form,
+    GroupForm,
+    RoundedMatrix,
+    RowForm,
+    round_in_best_ranges,
+    round_to_nearest,
+)
+from mmserve.quantizer.settings import NUM_BITS, QuantizeSettings, SchemeName
 from mmserve.quantizer.statistics import InputStatistics
 
-_FP8_MAX, _INT8_MAX = 448.0, 127.0
 # Queries and keys meet in a product, where a clipped weight may shift every score.
 _UNCLIPPED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})
 
@@ -35,62 +43,77 @@ class QuantizedLayer:
 
 def quantize_layer(
     tensors: Tensors,
-    statistics: Mapping[str, InputStatistics],
+    inputs: LayerInputs | None,
     config: ModelConfig,
     settings: QuantizeSettings,
     dtype: torch.dtype,
 ) -> QuantizedLayer:
-    """`tensors` float32 by their names in the layer; `statistics` by `INPUTS`, which only calibrated schemes need.
+    """`tensors` float32 by their names in the layer; `inputs` only where there are calibration samples.
 
     `dtype` is the precision of what stays as it is, and of scales.
     """
+    form = form_of(settings, dtype)
+    statistics: dict[str, InputStatistics] = {}
     if settings.scheme == "awq":
-        tensors, statistics = _scaled(dict(tensors), dict(statistics), config, _form(settings, dtype))
-    layer = QuantizedLayer()
+        assert inputs is not None
+        tensors, statistics = _scaled(dict(tensors), dict(inputs.of_unquantized()), config, form)
+    layer = QuantizedLayer(computed=dict(tensors))
     for name, tensor in tensors.items():
         if name.removesuffix(".weight") not in MATRICES:
             layer.stored[name] = tensor.to(dtype)
             layer.computed[name] = layer.stored[name].float()
     for group, names in INPUTS.items():
+        known = statistics.get(group)
+        if inputs is not None and known is None:
+            known = inputs.of_next(layer.computed)
         for name in names:
-            weight = tensors[f"{name}.weight"]
-            if settings.is_grouped:
-                ints = _grouped(name, weight, statistics.get(group), settings, _form(settings, dtype))
-                stored, computed = _packed(ints, settings, dtype), ints.dequantized()
-            else:
-                stored, computed = _eight_bits(weight, settings, dtype)
-            layer.stored.update({f"{name}.{part}": tensor for part, tensor in stored.items()})
-            layer.computed[f"{name}.weight"] = computed
+            rounded = _rounded(name, tensors[f"{name}.weight"], known, settings, form)
+            layer.stored.update({f"{name}.{part}": tensor for part, tensor in _stored(rounded, form).items()})
+            layer.computed[f"{name}.weight"] = rounded.dequantized()
     return layer
 
 
-def _form(settings: QuantizeSettings, dtype: torch.dtype) -> GroupForm:
+def form_of(settings: QuantizeSettings, dtype: torch.dtype) -> GroupForm | RowForm:
+    if settings.scheme == "fp8" or settings.scheme == "int8":
+        return RowForm(settings.scheme, dtype)
     return GroupForm(NUM_BITS, settings.group_size, settings.symmetric, dtype)
 
 
-def _grouped(
-    name: str, weight: torch.Tensor, known: InputStatistics | None, settings: QuantizeSettings, form: GroupForm
-) -> GroupedInts:
+def input_rounding(scheme: SchemeName) -> Rounding:
+    """What happens to matrices' inputs when the model runs."""
+    if scheme == "fp8" or scheme == "int8":
+        return partial(_rounded_inputs, kind=scheme)
+    return as_it_is
+
+
+def _rounded_inputs(x: torch.Tensor, kind: Literal["fp8", "int8"]) -> torch.Tensor:
+    numbers, scales = quantize_rows(x, kind)
+    return numbers.float() * scales
+
+
+def _rounded(
+    name: str, weight: torch.Tensor, known: InputStatistics | None, settings: QuantizeSettings, form: Form
+) -> RoundedMatrix:
     if known is None:
         return round_to_nearest(weight, form)
-    if settings.scheme == "gptq":
-        return gptq(weight, known.gram, form, damping=settings.damping, act_order=settings.act_order)
-    if name in _UNCLIPPED:
-        return round_to_nearest(weight, form)
-    scales, zeros = clipped_ranges(weight, known.gram, form)
-    return form.ints(form.numbers(form.grouped(weight), scales, zeros), scales, zeros)
+    if settings.scheme == "awq":
+        if name in _UNCLIPPED:
+            return round_to_nearest(weight, form)
+        return round_in_best_ranges(weight, known.gram, form)
+    wanted = corrected(weight, known)
+    return gptq(wanted, known.gram, form, damping=settings.damping, act_order=settings.act_order)
 
 
 def _scaled(
-    tensors: Tensors, statistics: dict[str, InputStatistics], config: ModelConfig, form: GroupForm
+    tensors: Tensors, statistics: dict[str, InputStatistics], config: ModelConfig, form: Form
 ) -> tuple[Tensors, dict[str, InputStatistics]]:
     """AWQ's equivalent layer: each input's factors go into the norm or the matrix that it comes from."""
     heads = (config.num_heads, config.num_kv_heads)
     sources: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
-        "attention": ("input_layernorm", _as_it_is, _as_it_is),
+        "attention": ("input_layernorm", as_it_is, as_it_is),
         "attention_output": ("self_attn.v_proj", by_kv_head(*heads), _kv_heads_of(*heads)),
-        "feed_forward": ("post_attention_layernorm", _as_it_is, _as_it_is),
-        "feed_forward_output": ("mlp.up_proj", _as_it_is, _as_it_is),
+        "feed_forward": ("post_attention_layernorm", as_it_is, as_it_is),
+        "feed_forward_output": ("mlp.up_proj", as_it_is, as_it_is),
     }
     for group, (source, shared, as_source) in sources.items():
         names = [f"{name}.weight" for name in INPUTS[group]]
@@ -105,31 +128,21 @@ def _scaled(
     return tensors, statistics
 
 
-def _as_it_is(scales: torch.Tensor) -> torch.Tensor:
-    return scales
-
-
 def _kv_heads_of(num_heads: int, num_kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return partial(of_kv_heads, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
-def _packed(ints: GroupedInts, settings: QuantizeSettings, dtype: torch.dtype) -> Tensors:
-    """compressed-tensors' `pack-quantized`."""
+def _stored(rounded: RoundedMatrix, form: GroupForm | RowForm) -> Tensors:
+    """compressed-tensors' `pack-quantized`; `float-quantized` and `int-quantized`, a scale for each row."""
+    numbers, scales = rounded.numbers.flatten(1), rounded.scales.squeeze(-1).to(form.scale_dtype)
+    if isinstance(form, RowForm):
+        return {"weight": numbers.to(FP8 if form.kind == "fp8" else torch.int8), "weight_scale": scales}
     stored = {
-        "weight_packed": pack(ints.numbers, ints.bits),
-        "weight_scale": ints.scales.to(dtype),
-        "weight_shape": torch.tensor(ints.numbers.shape),
+        "weight_packed": pack(numbers.to(torch.uint8), form.bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(numbers.shape),
     }
-    if not settings.symmetric:
-        zeros = (-ints.offsets / ints.scales).round().to(torch.uint8)
-        stored["weight_zero_point"] = pack(zeros.T.contiguous(), ints.bits).T.contiguous()
+    if not form.symmetric:
+        zeros = rounded.zeros.squeeze(-1).to(torch.uint8)
+        stored["weight_zero_point"] = pack(zeros.T.contiguous(), form.bits).T.contiguous()
     return stored
-
-
-def _eight_bits(weight: torch.Tensor, settings: QuantizeSettings, dtype: torch.dtype) -> tuple[Tensors, torch.Tensor]:
-    """`float-quantized` and `int-quantized`: a scale for each row."""
-    is_float = settings.scheme == "fp8"
-    largest = weight.abs().amax(dim=1, keepdim=True)
-    scales = (largest / (_FP8_MAX if is_float else _INT8_MAX)).clamp(min=torch.finfo(dtype).smallest_normal).to(dtype)
-    numbers = to_numbers(weight, scales.float(), "fp8" if is_float else "int8")
-    return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()

@@ -52,9 +52,13 @@ class PartialRun:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, unfinished)
         unfinished.replace(self._layer_file(index))
 
-    def states(self, index: int, shape: tuple[int, int, int]) -> HiddenStates:
-        """Those that layer `index` starts from."""
-        return HiddenStates(self._folder / f"states-{index}.bin", shape)
+    def states(self, kind: str, index: int, shape: tuple[int, int, int]) -> HiddenStates:
+        """Those that layer `index` starts from; `kind` is whose."""
+        return HiddenStates(self._folder / f"{kind}-{index}.bin", shape)
+
+    def states_between(self, kind: str, shape: tuple[int, int, int]) -> HiddenStates:
+        """Room for what is needed inside any one layer."""
+        return HiddenStates(self._folder / f"{kind}-between.bin", shape)
 
     def remove(self) -> None:
         shutil.rmtree(self._folder)

@@ -1,18 +1,44 @@
-"""From a matrix to whole numbers of a few bits, in groups of columns that share a scale and a zero point."""
+"""From a matrix to numbers of few bits, of which groups of columns, or whole rows, share a scale and a zero point."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
-from mmserve.quantization.grouped_ints import GroupedInts
+from mmserve.quantization.eight_bit import FP8_MAX, INT8_MAX, to_numbers
 
-# Shares of a group's range that the search for clipping tries.
+# Shares of a group's range that the search for the best one tries.
 _SHRINKS = tuple(1.0 - 0.025 * step for step in range(21))
+# E4M3 is finer just below a power of two than just above it, wherever a scale puts a row's weights: an octave of scales
+# has all cases, and those that are larger than need be cut nothing off.
+_OCTAVE = tuple(2.0 ** (step / 16) for step in range(16))
+
+
+class Form(Protocol):
+    """What a weight may be: `(number - zero) * scale`."""
+
+    @property
+    def shrinks(self) -> Sequence[float]: ...
+
+    def grouped(self, weight: torch.Tensor) -> torch.Tensor:
+        """`[out, in]` -> `[out, groups, group_size]`."""
+        ...
+
+    def groups_of(self, columns: torch.Tensor) -> torch.Tensor: ...
+
+    def ranges(self, grouped: torch.Tensor, shrink: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and zero points `[..., 1]` by which `[..., group_size]` just fits, or a share of it does."""
+        ...
+
+    def numbers(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        """The nearest ones that can be stored, float32."""
+        ...
 
 
 @dataclass(frozen=True)
 class GroupForm:
-    """How a group is rounded; `scale_dtype` is the precision that scales are stored in."""
+    """Whole numbers, in groups of columns; `scale_dtype` is the precision that scales are stored in."""
 
     bits: int
     group_size: int
@@ -23,62 +49,96 @@ class GroupForm:
     def largest(self) -> int:
         return (1 << self.bits) - 1
 
+    @property
+    def shrinks(self) -> Sequence[float]:
+        return _SHRINKS
+
     def grouped(self, weight: torch.Tensor) -> torch.Tensor:
-        """`[out, in]` -> `[out, groups, group_size]`."""
         return weight.view(weight.shape[0], -1, self.group_size)
 
+    def groups_of(self, columns: torch.Tensor) -> torch.Tensor:
+        return columns // self.group_size
+
     def ranges(self, grouped: torch.Tensor, shrink: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and zero points `[..., 1]` by which `[..., group_size]` just fits, or a share of it does."""
         if self.symmetric:
-            scales = self._stored(grouped.abs().amax(-1, keepdim=True) * (2 * shrink / self.largest))
+            scales = _stored(grouped.abs().amax(-1, keepdim=True) * (2 * shrink / self.largest), self.scale_dtype)
             return scales, torch.full_like(scales, float(1 << (self.bits - 1)))
         low = grouped.amin(-1, keepdim=True).clamp(max=0.0) * shrink
         high = grouped.amax(-1, keepdim=True).clamp(min=0.0) * shrink
-        scales = self._stored((high - low) / self.largest)
+        scales = _stored((high - low) / self.largest, self.scale_dtype)
         return scales, (-low / scales).round().clamp(0, self.largest)
 
-    def _stored(self, scales: torch.Tensor) -> torch.Tensor:
-        """As they are after storing, so that numbers fit the scales that they will meet."""
-        return scales.clamp(min=torch.finfo(self.scale_dtype).smallest_normal).to(self.scale_dtype).float()
-
     def numbers(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-        """The nearest whole numbers, float32."""
         return (values / scales + zeros).round().clamp(0, self.largest)
 
-    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """`[out, in]` as it is after plain rounding."""
-        grouped = self.grouped(weight)
-        scales, zeros = self.ranges(grouped)
-        return ((self.numbers(grouped, scales, zeros) - zeros) * scales).view_as(weight)
 
-    def ints(self, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> GroupedInts:
-        """numbers `[out, groups, group_size]`, scales and zeros `[out, groups, 1]`."""
-        return GroupedInts.with_zeros(
-            numbers.flatten(1).to(torch.uint8),
-            scales.squeeze(-1),
-            zeros.squeeze(-1),
-            bits=self.bits,
-            group_size=self.group_size,
-        )
+@dataclass(frozen=True)
+class RowForm:
+    """FP8 (E4M3) or int8, in rows; zero points are zero."""
+
+    kind: Literal["fp8", "int8"]
+    scale_dtype: torch.dtype
+
+    @property
+    def shrinks(self) -> Sequence[float]:
+        return _OCTAVE if self.kind == "fp8" else _SHRINKS
+
+    def grouped(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight[:, None]
+
+    def groups_of(self, columns: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(columns)
+
+    def ranges(self, grouped: torch.Tensor, shrink: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = grouped.abs().amax(-1, keepdim=True) * shrink
+        scales = _stored(largest / (FP8_MAX if self.kind == "fp8" else INT8_MAX), self.scale_dtype)
+        return scales, torch.zeros_like(scales)
+
+    def numbers(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        return to_numbers(values, scales, self.kind).float()
 
 
-def round_to_nearest(weight: torch.Tensor, form: GroupForm) -> GroupedInts:
-    grouped = form.grouped(weight)
-    scales, zeros = form.ranges(grouped)
-    return form.ints(form.numbers(grouped, scales, zeros), scales, zeros)
+def _stored(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As they are after storing, so that numbers fit the scales that they will meet."""
+    return scales.clamp(min=torch.finfo(dtype).smallest_normal).to(dtype).float()
 
 
-def clipped_ranges(weight: torch.Tensor, gram: torch.Tensor, form: GroupForm) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class RoundedMatrix:
+    """numbers `[out, groups, group_size]`, scales and zeros `[out, groups, 1]`, all float32."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """`[out, in]`."""
+        return ((self.numbers - self.zeros) * self.scales).flatten(1)
+
+
+def round_to_nearest(weight: torch.Tensor, form: Form) -> RoundedMatrix:
+    return _rounded(weight, form, *form.ranges(form.grouped(weight)))
+
+
+def round_in_best_ranges(weight: torch.Tensor, gram: torch.Tensor, form: Form) -> RoundedMatrix:
+    return _rounded(weight, form, *best_ranges(weight, gram, form))
+
+
+def _rounded(weight: torch.Tensor, form: Form, scales: torch.Tensor, zeros: torch.Tensor) -> RoundedMatrix:
+    return RoundedMatrix(form.numbers(form.grouped(weight), scales, zeros), scales, zeros)
+
+
+def best_ranges(weight: torch.Tensor, gram: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """For each group the range, shrunk or not, whose rounding changes the group's own share of the output least.
 
     weight `[out, in]`, gram `[in, in]` of the inputs -> scales and zero points `[out, groups, 1]`. AWQ's search for
     clipping (Lin et al. 2023, arXiv 2306.00978).
     """
     grouped = form.grouped(weight)
-    blocks = _diagonal_blocks(gram, form.group_size)
+    blocks = _diagonal_blocks(gram, grouped.shape[-1])
     scales, zeros = form.ranges(grouped)
     least = torch.full_like(scales, torch.inf)
-    for shrink in _SHRINKS:
+    for shrink in form.shrinks:
         some_scales, some_zeros = form.ranges(grouped, shrink)
         change = (form.numbers(grouped, some_scales, some_zeros) - some_zeros) * some_scales - grouped
         by_group = change.transpose(0, 1)

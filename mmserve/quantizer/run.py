@@ -11,16 +11,15 @@ import torch
 from mmserve.config import ModelConfig
 from mmserve.errors import RequestError
 from mmserve.quantization.registry import quantization_config as stored_quantization
-from mmserve.quantizer.block import INPUTS, DecoderBlock, Tensors
-from mmserve.quantizer.layer_quantizer import QuantizedLayer, quantize_layer
+from mmserve.quantizer.block import DecoderBlock, as_it_is
+from mmserve.quantizer.inputs import LayerInputs, Stream
+from mmserve.quantizer.layer_quantizer import QuantizedLayer, input_rounding, quantize_layer
 from mmserve.quantizer.output import SHARD_BYTES, copy_side_files, quantization_config, write_json, write_shards
 from mmserve.quantizer.partial import PartialRun
 from mmserve.quantizer.settings import QuantizeSettings
-from mmserve.quantizer.statistics import InputStatistics
+from mmserve.quantizer.states import HiddenStates
 from mmserve.weights.checkpoint import Checkpoint
 
-# Tokens that are computed together.
-_BATCH_TOKENS = 4096
 Progress = Callable[[int, int], None]
 
 
@@ -38,8 +37,8 @@ class QuantizedModel:
 class ModelQuantizer:
     """Writes `checkpoint`, quantized, to the folder `out`.
 
-    `samples` are token ids `[N, S]`, which calibrated schemes need; `source` is the folder whose tokenizer and
-    settings are copied, None where the checkpoint's own are to be written.
+    `samples` are token ids `[N, S]`, which some schemes need and all but `rtn` take; `source` is the folder whose
+    tokenizer and settings are copied, None where the checkpoint's own are to be written.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class ModelQuantizer:
         """Raises `RequestError` for what cannot be done, `SetupError` for a model that is not served."""
         self._checkpoint = checkpoint
         self._settings = settings
-        self._samples = samples if settings.is_calibrated else None
+        self._samples = samples if settings.takes_texts else None
         self._out = out
         self._source = source
         self._dtype = dtype
@@ -82,7 +81,8 @@ class ModelQuantizer:
             on_progress(index, num_layers)
             self._partial.keep_layer(index, self._quantize(index).stored)
             if index and self._samples is not None:
-                self._states(index - 1).remove()
+                for kind in self._kinds:
+                    self._states(kind, index - 1).remove()
         on_progress(num_layers, num_layers)
         self._write()
         num_bytes = sum(path.stat().st_size for path in self._out.glob("*.safetensors"))
@@ -96,39 +96,43 @@ class ModelQuantizer:
             for inside, name in self._layer_names[index].items()
         }
         if self._samples is None:
-            return quantize_layer(tensors, {}, self._config, self._settings, self._dtype)
+            return quantize_layer(tensors, None, self._config, self._settings, self._dtype)
         if index == 0:
             self._embed(self._samples)
-        block = DecoderBlock(self._config, self._samples.shape[1], self._device)
-        statistics = self._watched(block, tensors, index)
-        layer = quantize_layer(tensors, statistics, self._config, self._settings, self._dtype)
-        after = self._states(index + 1).tensor
-        for rows, x in self._batches(index):
-            after[rows] = block(x, layer.computed).cpu()
+        streams = [self._stream(kind, index, self._samples) for kind in self._kinds]
+        inputs = LayerInputs(tensors, streams[0], streams[1] if len(streams) > 1 else None)
+        layer = quantize_layer(tensors, inputs, self._config, self._settings, self._dtype)
+        inputs.write_outputs(layer.computed)
         return layer
 
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """Whose hidden states are kept: the quantized model's, and beside it the float model's."""
+        return ("states",) if self._settings.scheme == "awq" else ("states", "wanted")
+
     def _embed(self, samples: torch.Tensor) -> None:
-        embedding, states = self._checkpoint.tensor("model.embed_tokens.weight"), self._states(0).tensor
-        for i, ids in enumerate(samples):
-            states[i] = embedding[ids].float()
+        embedding = self._checkpoint.tensor("model.embed_tokens.weight")
+        for kind in self._kinds:
+            states = self._states(kind, 0).tensor
+            for i, ids in enumerate(samples):
+                states[i] = embedding[ids].float()
 
-    def _watched(self, block: DecoderBlock, tensors: Tensors, index: int) -> Mapping[str, InputStatistics]:
-        sizes = {group: tensors[f"{names[0]}.weight"].shape[1] for group, names in INPUTS.items()}
-        statistics = {group: InputStatistics.empty(size, self._device) for group, size in sizes.items()}
-        for _, x in self._batches(index):
-            block(x, tensors, lambda group, inputs: statistics[group].add(inputs))
-        return statistics
+    def _stream(self, kind: str, index: int, samples: torch.Tensor) -> Stream:
+        config = self._config
+        block = DecoderBlock(
+            config,
+            samples.shape[1],
+            self._device,
+            product_dtype=_product_dtype(self._dtype, self._device),
+            rounding=input_rounding(self._settings.scheme) if kind == "states" else as_it_is,
+        )
+        width = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        between = self._partial.states_between(kind, (*samples.shape, width))
+        return Stream(block, self._states(kind, index), self._states(kind, index + 1), between, self._device)
 
-    def _batches(self, index: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        states = self._states(index).tensor
-        size = max(_BATCH_TOKENS // states.shape[1], 1)
-        for start in range(0, len(states), size):
-            rows = slice(start, start + size)
-            yield rows, states[rows].to(self._device)
-
-    def _states(self, index: int) -> Any:
+    def _states(self, kind: str, index: int) -> HiddenStates:
         assert self._samples is not None
-        return self._partial.states(index, (*self._samples.shape, self._config.hidden_size))
+        return self._partial.states(kind, index, (*self._samples.shape, self._config.hidden_size))
 
     def _write(self) -> None:
         write_shards(self._tensors(), self._out, max_bytes=SHARD_BYTES)
@@ -162,6 +166,12 @@ class ModelQuantizer:
         return self._checkpoint.stored_name(name)
 
 
+def _product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """bfloat16 where the model will run in it and the device is fast at it; float16 might overflow."""
+    is_fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if dtype is torch.bfloat16 and is_fast else torch.float32
+
+
 def _names_by_layer(checkpoint: Checkpoint, num_layers: int) -> list[dict[str, str]]:
     """For each layer: the name inside it -> the checkpoint's."""
     layers: list[dict[str, str]] = [{} for _ in range(num_layers)]
@@ -189,13 +199,12 @@ def _check(
             "take a smaller one",
             param="group_size",
         )
-    if not settings.is_calibrated:
-        return
     if samples is None:
-        raise RequestError(
-            "invalid_request", f"--scheme {settings.scheme} needs texts: give --calibration", param="calibration"
-        )
-    if samples.shape[1] > config.max_context:
+        if settings.needs_texts:
+            raise RequestError(
+                "invalid_request", f"--scheme {settings.scheme} needs texts: give --calibration", param="calibration"
+            )
+    elif samples.shape[1] > config.max_context:
         raise RequestError(
             "invalid_request",
             f"--seq-len {samples.shape[1]} exceeds the model's context of {config.max_context} tokens",

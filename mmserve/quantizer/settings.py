@@ -12,8 +12,8 @@ SchemeName = Literal["awq", "gptq", "rtn", "fp8", "int8"]
 OutputDType = Literal["auto", "float32", "bfloat16", "float16"]
 GROUP_SIZES = (32, 64, 128)
 NUM_BITS = 4
-# Their weights are rounded by what the model does with texts; the others' by the weights alone.
-CALIBRATED: frozenset[SchemeName] = frozenset({"awq", "gptq"})
+# Their weights are rounded by what the model does with texts, those of FP8 and int8 if there are any.
+_CALIBRATED: frozenset[SchemeName] = frozenset({"awq", "gptq"})
 _EIGHT_BITS: frozenset[SchemeName] = frozenset({"fp8", "int8"})
 
 
@@ -41,8 +41,12 @@ class QuantizeSettings:
         _check(self.seq_len >= 2, "seq-len", "must be at least 2")
 
     @property
-    def is_calibrated(self) -> bool:
-        return self.scheme in CALIBRATED
+    def needs_texts(self) -> bool:
+        return self.scheme in _CALIBRATED
+
+    @property
+    def takes_texts(self) -> bool:
+        return self.scheme != "rtn"
 
     @property
     def is_grouped(self) -> bool:

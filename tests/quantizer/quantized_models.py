@@ -27,7 +27,7 @@ def quantizer(folder: Path, out: Path, scheme: str, *, samples: Any = None, **se
     return ModelQuantizer(
         open_checkpoint(str(folder)),
         chosen,
-        calibration_ids() if samples is None and chosen.is_calibrated else samples,
+        calibration_ids() if samples is None and chosen.needs_texts else samples,
         out,
         source=folder if folder.is_dir() else None,
         dtype=torch.float32,

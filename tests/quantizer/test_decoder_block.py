@@ -50,7 +50,12 @@ def test_scaling_changes_nothing_but_the_weights(family: str, tmp_path: Path) ->
     statistics = {
         group: InputStatistics.empty(tensors[f"{names[0]}.weight"].shape[1], CPU) for group, names in INPUTS.items()
     }
-    before = block(x, tensors, lambda group, inputs: statistics[group].add(inputs))
+    state = block.start(x, tensors)
+    statistics[state.group].add(state.inputs)
+    for _ in range(len(INPUTS) - 1):
+        state = block.advance(state, tensors)
+        statistics[state.group].add(state.inputs)
+    before = block(x, tensors)
     scaled, _ = _scaled(dict(tensors), statistics, config, GroupForm(4, 32, symmetric=False, scale_dtype=torch.float32))
     assert not torch.allclose(scaled["mlp.down_proj.weight"], tensors["mlp.down_proj.weight"])
     assert float((block(x, scaled) - before).norm() / before.norm()) < 1e-5

@@ -90,11 +90,17 @@ def test_the_commands_together(llama: Path, text_file: Path, tmp_path: Path) -> 
     assert full["model_bytes"] == pytest.approx(stored, rel=0.02)
 
 
+def test_fp8_takes_texts_or_none(llama: Path, text_file: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "fp8", "--seq-len", 32, "--samples", 3, "--device", "cpu", "-q")
+    assert run(quantize_app, llama, "-o", tmp_path / "a", *options)["num_samples"] == 0
+    assert run(quantize_app, llama, "-o", tmp_path / "b", *options, "--calibration", text_file)["num_samples"] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
     [
         (["--scheme", "awq"], RequestError, "needs texts"),
-        (["--scheme", "fp8", "--calibration", "{text}"], RequestError, "weights alone"),
+        (["--scheme", "rtn", "--calibration", "{text}"], RequestError, "weights alone"),
         (["--scheme", "gptq", "--calibration", "{text}", "--seq-len", "5000"], DocumentError, "one sample takes 5000"),
         (["--scheme", "gptq", "--calibration", "{nothing}"], RequestError, "does not exist"),
         (["--scheme", "gptq", "--calibration", "{empty}"], RequestError, "no text"),

@@ -121,17 +121,19 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("scheme", ["awq", "gptq", "fp8"])
-def test_an_interrupted_run_goes_on_where_it_was(llama: Path, tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "has_texts"), [("awq", True), ("gptq", True), ("fp8", True), ("fp8", False)])
+def test_an_interrupted_run_goes_on_where_it_was(llama: Path, tmp_path: Path, scheme: str, has_texts: bool) -> None:
+    samples = calibration_ids() if has_texts else None
+
     def stop(done: int, _all: int) -> None:
         if done == 2:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        quantizer(llama, tmp_path / "twice", scheme).run(stop)
+        quantizer(llama, tmp_path / "twice", scheme, samples=samples).run(stop)
     assert not (tmp_path / "twice" / "config.json").exists()
-    assert quantizer(llama, tmp_path / "twice", scheme).run().num_layers_resumed == 2
-    quantizer(llama, tmp_path / "once", scheme).run()
+    assert quantizer(llama, tmp_path / "twice", scheme, samples=samples).run().num_layers_resumed == 2
+    quantizer(llama, tmp_path / "once", scheme, samples=samples).run()
     with (
         safe_open(str(tmp_path / "once" / "model.safetensors"), "pt") as once,
         safe_open(str(tmp_path / "twice" / "model.safetensors"), "pt") as twice,
@@ -139,6 +141,29 @@ def test_an_interrupted_run_goes_on_where_it_was(llama: Path, tmp_path: Path, sc
         assert sorted(once.keys()) == sorted(twice.keys())
         assert all(torch.equal(once.get_tensor(name), twice.get_tensor(name)) for name in once.keys())  # noqa: SIM118
     assert not (tmp_path / "twice" / ".partial").exists()
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_eight_bits_with_texts_are_stored_as_without(llama: Path, tmp_path: Path, scheme: str) -> None:
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    quantizer(llama, plain, scheme).run()
+    assert quantizer(llama, made, scheme, samples=calibration_ids(32)).run().num_samples == 32
+    assert (plain / "config.json").read_text() == (made / "config.json").read_text()
+    ids = calibration_ids(8)
+    with (
+        safe_open(str(plain / "model.safetensors"), "pt") as before,
+        safe_open(str(made / "model.safetensors"), "pt") as after,
+    ):
+        of_plain = {name: before.get_tensor(name) for name in before.keys()}  # noqa: SIM118
+        of_made = {name: after.get_tensor(name) for name in after.keys()}  # noqa: SIM118
+    assert {name: (x.dtype, x.shape) for name, x in of_plain.items()} == {
+        name: (x.dtype, x.shape) for name, x in of_made.items()
+    }
+    changed = [name for name, x in of_plain.items() if not torch.equal(x.float(), of_made[name].float())]
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in changed} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    assert torch.isfinite(our_logprobs(made, ids[0].tolist())).all()
 
 
 def test_a_large_model_is_written_in_shards(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
