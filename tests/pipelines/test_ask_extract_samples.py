@@ -12,6 +12,9 @@ from mmserve.pipelines.ask import NOT_FOUND, AnswerResult, AskOptions, ask
 from mmserve.pipelines.extract import ExtractionResult, ExtractOptions, extract
 from mmserve.vision.pages import PageReader
 
+# A model works through all samples, however many cores there are for it.
+pytestmark = pytest.mark.timeout(900)
+
 INVOICE = Path(__file__).parents[2] / "samples" / "invoice.pdf"
 DUE, FRANCE = "What is the total amount due?", "Who is the president of France?"
 

@@ -14,6 +14,9 @@ from mmserve.pipelines.summarize import SummarizeOptions, summarize
 from mmserve.pipelines.summary import Summary
 from mmserve.vision.pages import PageLimits, PageReader
 
+# A model works through all samples, however many cores there are for it.
+pytestmark = pytest.mark.timeout(900)
+
 SAMPLES = Path(__file__).parents[2] / "samples"
 NAMES = sorted(path.name for path in SAMPLES.iterdir() if path.suffix not in (".md", ".json"))
 
