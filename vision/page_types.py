@@ -12,11 +12,13 @@ TextSource = Literal["text_layer", "ocr", "none"]
 # What is made of pages: text; text and its layout as Markdown; or what can be told without OCR, for who looks himself.
 PageForm = Literal["text", "markdown", "picture"]
 MIB = 1024**2
+MAX_CROWDING = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageLimits:
-    """What is refused before it is rasterised. `max_pixels` is one picture's; `page_timeout` is seconds of work.
+    """What is refused before it is rasterised. `max_pixels` is one picture's; `page_timeout` is seconds of work on a
+    page, which a busy machine may take up to `MAX_CROWDING` times as long for.
 
     `worker_memory_bytes` bounds the heap of one worker process, so that a bomb ends its page and not the machine.
     """

@@ -20,7 +20,7 @@ from mmserve.errors import DocumentError, MMServeError
 from mmserve.vision.image import RGB, ImageFile
 from mmserve.vision.ocr import OcrEngine, choose_engine, load_engine
 from mmserve.vision.page_reading import OCR_PIXELS, OcrAccess, OcrNeeded, read_image_page, read_pdf_page
-from mmserve.vision.page_types import Document, Page, PageForm, PageLimits, PageOptions, RenderSettings
+from mmserve.vision.page_types import MAX_CROWDING, Document, Page, PageForm, PageLimits, PageOptions, RenderSettings
 from mmserve.vision.pdf import PdfFile
 from mmserve.vision.poppler import render_with_poppler
 from mmserve.vision.process_memory import give_back_memory, heap_bytes, keep_heap_small
@@ -175,7 +175,7 @@ class PageWorker:
         if self._engine is None:
             assert self._ocr_name is not None
             self._engine = load_engine(
-                self._ocr_name, num_threads=self._num_ocr_threads, timeout=self._limits.page_timeout
+                self._ocr_name, num_threads=self._num_ocr_threads, timeout=self._limits.page_timeout * MAX_CROWDING
             )
         return self._engine
 

@@ -16,7 +16,7 @@ from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 from mmserve.errors import DocumentError, EngineError, MMServeError, SetupError, frames_of
-from mmserve.vision.page_types import PageLimits, PageOptions
+from mmserve.vision.page_types import MAX_CROWDING, PageLimits, PageOptions
 
 _MAX_OCR_THREADS = 4
 _MAX_POOLS = 3
@@ -69,7 +69,8 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     async def call(self, method: str, *args: object, timeout: float, attempts: int = 2) -> Any:
-        """One call of a worker's method; tried again where the worker dies, but not where it exceeds `timeout` seconds.
+        """One call of a worker's method; tried again where the worker dies, but not where it exceeds `timeout` seconds,
+        or as much longer as the machine is crowded.
 
         Raises `DocumentError`: `page_timeout`, or `corrupt_document` for a task that kills its worker each time. Raises
         `SetupError` where no worker can be started.
@@ -78,10 +79,12 @@ class WorkerPool:
 
         for _ in range(attempts):
             try:
-                return await self._run(method, args, timeout)
+                return await self._run(method, args, timeout * _crowding())
             except TimeoutError:
                 logger.warning("a page worker was ended: %s took more than %g seconds", method, timeout)
-                raise DocumentError("page_timeout", f"reading it took more than {timeout:g} seconds") from None
+                raise DocumentError(
+                    "page_timeout", f"reading it took more than {timeout:g} seconds (--page-timeout)"
+                ) from None
             except ProcessExpired:
                 logger.warning("a page worker died in %s", method)
             except MMServeError:
@@ -162,6 +165,11 @@ class WorkerPool:
             initargs=(entry.start, entry.arguments),
             context=multiprocessing.get_context("spawn"),
         )
+
+
+def _crowding() -> float:
+    """How many programs there are for a core, at least 1. A worker gives way to the others."""
+    return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), MAX_CROWDING)
 
 
 _worker: Worker | None = None

@@ -209,7 +209,10 @@ class DocumentOptions:
     max_page_pixels: Annotated[int, _pages(help="Refuse pictures of more pixels, and draw no page larger.")] = (
         PageLimits.max_pixels
     )
-    page_timeout: Annotated[float, _pages(help="Seconds that the work on one page may take.")] = PageLimits.page_timeout
+    page_timeout: Annotated[
+        float,
+        _pages(help="Seconds that the work on one page may take; more by the clock on a busy machine."),
+    ] = PageLimits.page_timeout
 
     def to_limits(self) -> PageLimits:
         return PageLimits(
