@@ -107,6 +107,17 @@ class SamplingParams:
         self._check_lengths()
         self._check_sampling()
 
+    def check_fits(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        """Raises `RequestError` (`context_length_exceeded`) where prompt and answer are longer than the context."""
+        if num_prompt_tokens + (self.max_tokens or 1) > max_model_len:
+            raise RequestError(
+                "context_length_exceeded",
+                f"the prompt has {num_prompt_tokens} tokens and {self.max_tokens or 'at least 1'} more are asked for,"
+                f" but the context holds {max_model_len}: shorten the prompt, lower max_tokens, or start with a"
+                " larger --max-model-len",
+                param="max_tokens" if num_prompt_tokens < max_model_len else "prompt",
+            )
+
     def _check_lengths(self) -> None:
         _require(1 <= self.n <= 128, "n", "must be between 1 and 128")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")

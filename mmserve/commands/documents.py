@@ -23,6 +23,7 @@ from mmserve.commands.outputs import (
     ResultPrinter,
     failure_report,
 )
+from mmserve.commands.paths import named_path, writable_folder
 from mmserve.commands.progress import BAR_TITLE, Display, show_log
 from mmserve.commands.remote import RemoteOptions, RemoteServer
 from mmserve.errors import RequestError
@@ -42,17 +43,10 @@ def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
-def _document_path(text: str) -> Path:
-    if not text:
-        # A variable of the shell that is not set; as a path it would be the folder one stands in.
-        raise typer.BadParameter("an empty name stands for no document")
-    return Path(text)
-
-
 DocumentPaths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="FILE|DIR|-...", parser=_document_path, help="Documents, folders of them, or - for standard input."
+        metavar="FILE|DIR|-...", parser=named_path, help="Documents, folders of them, or - for standard input."
     ),
 ]
 _IN, _OUT, _RUN = "Which documents", "Results", "Running"
@@ -72,7 +66,15 @@ class BatchCommandOptions(RemoteOptions):
         _option(_IN, metavar="PATTERN", help="In folders, leave out files and folders that match; repeatable."),
     ] = None
     output_dir: Annotated[
-        Path | None, _option(_OUT, "--output-dir", "-o", help="Write results below this folder as well.")
+        Path | None,
+        _option(
+            _OUT,
+            "--output-dir",
+            "-o",
+            parser=named_path,
+            metavar="DIR",
+            help="Write results below this folder as well.",
+        ),
     ] = None
     format: Annotated[OutputFormat, _option(_OUT, "--format", "-f", help="How results look.")] = "md"
     resume: Annotated[
@@ -101,8 +103,6 @@ class BatchCommandOptions(RemoteOptions):
             raise RequestError("invalid_request", "--resume and --force need --output-dir", param="output_dir")
         if self.resume and self.force:
             raise RequestError("invalid_request", "--resume skips what --force does again: choose one", param="force")
-        if self.output_dir is not None and self.output_dir.exists() and not self.output_dir.is_dir():
-            raise RequestError("invalid_request", f"{self.output_dir} is not a folder", param="output_dir")
         if self.report is not None and not self.report.parent.is_dir():
             raise RequestError("invalid_request", f"the folder of {self.report} does not exist", param="report")
 
@@ -162,6 +162,8 @@ def run_task(paths: list[Path], task: DocumentTask, files: BatchCommandOptions, 
     if files.dry_run:
         _print_plan(finder, folder)
     else:
+        if folder is not None:
+            writable_folder(folder.root, "output_dir")
         _Run(task, files, finder, folder).run(num_documents, options)
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from mmserve.commands.options import DocumentOptions, with_option_groups
+from mmserve.commands.paths import named_path
 from mmserve.commands.progress import printable
 from mmserve.commands.texts import load_texts
 from mmserve.config import DTypeName, EngineConfig, QuantizationName
@@ -30,7 +31,10 @@ def evaluate() -> None:
 @with_option_groups
 def perplexity(
     model: Annotated[str, typer.Argument(help="A built-in name, a local folder, a .gguf file, or a hub id.")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILE|DIR...", help="Documents or texts, or folders of them.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE|DIR...", parser=named_path, help="Documents or texts, or folders of them."),
+    ],
     window: Annotated[
         int | None, typer.Option(min=2, help="Tokens seen at once: 2048, or the model's context, if not given.")
     ] = None,

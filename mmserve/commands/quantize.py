@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mmserve.commands.documents import ending_like_interrupted
 from mmserve.commands.options import DocumentOptions, with_option_groups
+from mmserve.commands.paths import named_path
 from mmserve.commands.progress import printable
 from mmserve.commands.texts import load_texts
 from mmserve.errors import RequestError
@@ -26,20 +27,27 @@ if TYPE_CHECKING:
 app = typer.Typer()
 EXIT_INTERRUPTED = 130
 
+_OutputOption = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", parser=named_path, help="New folder for the result.")
+]
+_CalibrationOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE|DIR", parser=named_path, help="Documents or texts like those to be read later; repeatable."
+    ),
+]
+
 
 @app.command()
 @with_option_groups
 def quantize(
     model: Annotated[str, typer.Argument(help="A built-in name, a local folder, a .gguf file, or a hub id.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="New folder for the result.")],
+    output: _OutputOption,
     scheme: Annotated[
         SchemeName,
         typer.Option(help="gptq, awq and rtn (plain rounding): int4 weights; fp8, int8: weights and activations."),
     ] = "gptq",
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE|DIR", help="Documents or texts like those to be read later; repeatable."),
-    ] = None,
+    calibration: _CalibrationOption = None,
     samples: Annotated[int, typer.Option(help="Pieces of the calibration texts that are used.")] = 512,
     seq_len: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
     group_size: Annotated[int, typer.Option(help="int4: weights of a row that share a scale: 32, 64 or 128.")] = 64,
@@ -77,6 +85,7 @@ def quantize(
         seed=seed,
     )
     _check_calibration(settings, calibration)
+    _check_output(output)
     console = Console(stderr=True, quiet=quiet, markup=False, highlight=False, soft_wrap=True)
     with ending_like_interrupted(), console.status("Reading texts") as status:
         note = _printing(console)
@@ -92,6 +101,13 @@ def quantize(
 
 def _printing(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(printable(text))
+
+
+def _check_output(output: Path) -> None:
+    from mmserve.quantizer.partial import require_new
+
+    # Before texts are read, which may take long.
+    require_new(output)
 
 
 def _check_calibration(settings: QuantizeSettings, calibration: list[Path] | None) -> None:

@@ -137,6 +137,8 @@ class EngineClient:
         mailbox = Mailbox(request_id, asyncio.get_running_loop(), builders, self._close)
         self._open(list(builders), mailbox)
         try:
+            # The engine would say the same, after it has read all of them once for each answer.
+            params.check_fits(len(token_ids), self.max_model_len)
             self._submit(mailbox.transport, list(builders), token_ids, params, tuple(images), cache_salt)
             while mailbox.has_more:
                 for delta in await mailbox.take():

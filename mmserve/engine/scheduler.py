@@ -169,15 +169,7 @@ class Scheduler:
 
     def _check_admission(self, sequence: Sequence) -> None:
         self.images.check_admission(sequence, self.max_model_len)
-        num_prompt_tokens, max_tokens = len(sequence.prompt_token_ids), sequence.params.max_tokens
-        if num_prompt_tokens + (max_tokens or 1) > self.max_model_len:
-            raise RequestError(
-                "context_length_exceeded",
-                f"the prompt has {num_prompt_tokens} tokens and {max_tokens or 'at least 1'} more are asked for,"
-                f" but the context holds {self.max_model_len}: shorten the prompt, lower max_tokens, or start with a"
-                " larger --max-model-len",
-                param="max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
-            )
+        sequence.params.check_fits(len(sequence.prompt_token_ids), self.max_model_len)
         if len(self.waiting) >= self.config.max_num_waiting:
             raise EngineError("queue_full", f"{len(self.waiting)} requests are waiting already: try again later")
         if sequence.request_id in self._by_id:

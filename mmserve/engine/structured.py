@@ -7,6 +7,8 @@ rather than slow: the largest that pass compile in about 0.2 s and take some 30 
 
 import json
 import math
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +34,7 @@ Masks = npt.NDArray[np.uint8]
 MAX_COMPILED = 64
 # 10,007 compiles in 0.06 s, 1,234,567 in 33 s and 600 MB: there is a state for every remainder.
 MAX_MULTIPLE = 10_000
+_PATTERNS = frozenset({"pattern", "format", "patternProperties"})
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=200_000,
@@ -143,6 +146,7 @@ class GrammarCompiler:
             grammar = _grammar(structured)
         except ValueError as error:
             raise _refusal(structured.param, "cannot be read", str(error)) from None
+        _check_compilation(structured, grammar)
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _refusal(structured.param, "cannot be followed", matcher.get_error())
@@ -177,6 +181,19 @@ def _check_cost(structured: StructuredOutput) -> None:
         raise _refusal(structured.param, "has values of multipleOf that are too large", f"together over {MAX_MULTIPLE}")
 
 
+def _check_compilation(structured: StructuredOutput, grammar: str) -> None:
+    """Try elsewhere what has patterns that may all have to fit: whether any text does can take for ever to find out."""
+    if structured.kind == "json_schema":
+        is_suspicious = sum(1 for keyword, _ in _keywords(json.loads(structured.text)) if keyword in _PATTERNS) > 1
+    else:
+        is_suspicious = structured.kind == "grammar" and any(sign in structured.text for sign in "&~")
+    if not is_suspicious:
+        return
+    command = [sys.executable, "-m", "mmserve.engine.grammar_probe"]
+    if subprocess.run(command, input=grammar.encode(), capture_output=True, check=False).returncode != 0:
+        raise _refusal(structured.param, "takes too long to compile", "use fewer patterns that one value has to fit")
+
+
 def _common_multiple(schema: object) -> int:
     """Of all values of `multipleOf`, in units of their last decimal: all may hold for one number."""
     steps = [Decimal(str(abs(value))).normalize() for value in _numbers_under("multipleOf", schema)]
@@ -185,14 +202,20 @@ def _common_multiple(schema: object) -> int:
 
 
 def _numbers_under(keyword: str, schema: object) -> Iterator[float]:
-    """Without recursion, since the schema may be as deep as it likes."""
+    for name, value in _keywords(schema):
+        if name != keyword or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if 0 < abs(value) < math.inf:
+            yield value
+
+
+def _keywords(schema: object) -> Iterator[tuple[str, object]]:
+    """All of it, names of properties among them. Without recursion: the schema may be as deep as it likes."""
     parts = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
-            value = part.get(keyword)
-            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < abs(value) < math.inf:
-                yield value
+            yield from part.items()
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 

@@ -25,7 +25,7 @@ OnMessage = Callable[[FromEngine], None]
 
 class Transport(Protocol):
     def send(self, message: ToEngine) -> None:
-        """Never blocks for long and never raises: a dead engine has already announced itself."""
+        """Never blocks and never raises: a dead engine has already announced itself."""
 
     def close(self) -> None:
         """Stop the engine and wait for it."""
@@ -72,7 +72,9 @@ class ProcessTransport:
         self._config = config
         self._on_message = on_message
         self._lock = threading.Lock()
-        self._unsent: list[ToEngine] = []
+        # The pipe holds little: who sends does not wait until a busy engine has read it.
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="engine-writer", daemon=True)
         self._pipe: Connection | None = None
         self._process: SpawnProcess | None = None
         self._is_closed = threading.Event()
@@ -87,19 +89,17 @@ class ProcessTransport:
         return None if self._process is None else self._process.pid
 
     def send(self, message: ToEngine) -> None:
-        with self._lock, contextlib.suppress(OSError):
-            if self._pipe is None:
-                self._unsent.append(message)
-            else:
-                self._pipe.send(message)
+        self._outbox.put(message)
 
     def close(self) -> None:
         with self._lock:
             self._is_closed.set()
         if self._process is not None:
             self.send(Shutdown())
+            self._outbox.put(None)
             self._process.join(_JOIN_SECONDS)
             self._kill()
+            self._writer.join(_JOIN_SECONDS)
         self._reader.join(_JOIN_SECONDS)
         if self._pipe is not None:
             self._pipe.close()
@@ -115,6 +115,7 @@ class ProcessTransport:
         atexit.register(process.kill)
         child_end.close()
         self._pipe, self._process = pipe, process
+        self._writer.start()
 
     def _succeed(self, predecessor: Transport | None, delay_seconds: float) -> None:
         """The reader thread: start, if that is still to be done, and read until the process has ended."""
@@ -127,18 +128,17 @@ class ProcessTransport:
                     if self._is_closed.is_set():
                         return
                     self._start()
-                    self._send_unsent()
         except OSError as error:
             self._on_message(EngineFailed("engine_dead", f"the engine process could not be started: {error}"))
             return
         self._read()
 
-    def _send_unsent(self) -> None:
+    def _write(self) -> None:
+        """The writer thread."""
         assert self._pipe is not None
-        with contextlib.suppress(OSError):
-            for message in self._unsent:
+        while (message := self._outbox.get()) is not None:
+            with contextlib.suppress(OSError):
                 self._pipe.send(message)
-        self._unsent = []
 
     def _read(self) -> None:
         assert self._pipe is not None

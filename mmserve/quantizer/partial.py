@@ -13,6 +13,15 @@ from mmserve.errors import RequestError
 from mmserve.quantizer.states import HiddenStates
 
 FOLDER_NAME = ".partial"
+_IDENTITY_NAME = "run.json"
+
+
+def require_new(out: Path) -> None:
+    """Raises `RequestError` for a file, or a folder with something in it that is no unfinished run."""
+    if out.exists() and not out.is_dir():
+        raise RequestError("invalid_request", f"{out} is not a folder", param="output")
+    if not (out / FOLDER_NAME / _IDENTITY_NAME).is_file() and out.exists() and any(out.iterdir()):
+        raise RequestError("invalid_request", f"{out} is not empty: give a new folder", param="output")
 
 
 class PartialRun:
@@ -21,7 +30,7 @@ class PartialRun:
     def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
         """Raises `RequestError` where `out` holds something else than a run of this `identity`."""
         self._folder = out / FOLDER_NAME
-        self._identity_file = self._folder / "run.json"
+        self._identity_file = self._folder / _IDENTITY_NAME
         if self._identity_file.is_file():
             if json.loads(self._identity_file.read_text()) != dict(identity):
                 raise RequestError(
@@ -31,8 +40,7 @@ class PartialRun:
                     param="output",
                 )
         else:
-            if out.exists() and any(out.iterdir()):
-                raise RequestError("invalid_request", f"{out} is not empty: give a new folder", param="output")
+            require_new(out)
             self._folder.mkdir(parents=True)
             self._identity_file.write_text(json.dumps(dict(identity)))
 

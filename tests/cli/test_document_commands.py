@@ -301,8 +301,11 @@ def test_dry_run_leaves_out_what_is_done(invoke: Invoke) -> None:
     ("arguments", "sentence"),
     [
         (["nowhere.pdf"], "nowhere.pdf does not exist"),
-        ([""], "an empty name stands for no document"),
-        (["a.txt", ""], "an empty name stands for no document"),
+        ([""], "an empty name stands for no file"),
+        (["a.txt", ""], "an empty name stands for no file"),
+        (["a.txt", "-o", ""], "an empty name stands for no file"),
+        (["a.txt", "-o", "a.txt/b"], "a.txt/b cannot be written to: Not a directory"),
+        (["a.txt", "-o", "/proc/self"], "/proc/self cannot be written to"),
         (["empty"], "no documents found"),
         (["a.txt", "--resume"], "need --output-dir"),
         (["a.txt", "-o", "out", "--resume", "--force"], "choose one"),

@@ -201,6 +201,7 @@ async def _serves_aborts_and_refuses(client: EngineClient, expected: tuple[int, 
     with pytest.raises(RequestError) as caught:
         await client.complete([1] * 600, greedy(1))
     assert caught.value.code == "context_length_exceeded"
+    await asyncio.sleep(0)
     client.abort("mine")
     assert (await neighbour)[0].token_ids == expected
     assert (await aborted)[0].finish_reason == "abort"

@@ -80,6 +80,13 @@ async def asked(client: EngineClient) -> "asyncio.Task[Any]":
     return task
 
 
+def test_what_cannot_fit_is_not_sent_to_the_engine(client: EngineClient) -> None:
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(client.complete([1] * 77, SamplingParams(n=3)))
+    assert caught.value.code == "context_length_exceeded"
+    assert engine(client).requests() == []
+
+
 def test_pauses_double_until_there_were_too_many_and_old_ones_are_forgiven() -> None:
     now = 0.0
     policy = RestartPolicy(3, clock=lambda: now)

@@ -269,6 +269,14 @@ REFUSED: dict[str, StructuredOutput] = {
     "common multiples": of_schema({"allOf": [{"type": "integer", "multipleOf": n} for n in (991, 997)]}),
     "small but of many digits": of_schema({"type": "number", "multipleOf": 2.0**-13}),
     "numbers beyond floats": structured("json_schema", '{"type": "number", "multipleOf": 1' + "0" * 400 + "}"),
+    "patterns that all have to fit": of_schema(
+        {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(30)]}
+    ),
+    "patterns one behind the other": of_schema(
+        {"$defs": {"d30": TEXT} | {f"d{i}": {"$ref": f"#/$defs/d{i + 1}", "pattern": f".*{i}.*"} for i in range(30)}}
+        | {"$ref": "#/$defs/d0"}
+        | {"type": "string"}
+    ),
     "half a character": structured("regex", "\ud800"),
     "regex": structured("regex", "(a"),
     "looking around": structured("regex", "a(?=b)"),

@@ -179,6 +179,23 @@ def test_one_that_hangs_is_killed_and_replaced(folder: Path) -> None:
         assert client.num_restarts == 1
 
 
+def test_who_sends_to_one_that_hangs_does_not_wait_for_it(folder: Path) -> None:
+    async def ask(client: EngineClient) -> None:
+        asking = [asyncio.create_task(client.complete([11] * 400, greedy(1, n=100))) for _ in range(10)]
+        await asyncio.sleep(0)
+        assert (client.num_restarts, client.state) == (0, "ready"), "it was killed before the messages were gone"
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    with started(engine_config(folder), engine_timeout=20.0) as client:
+        client.wait_until_ready(START_SECONDS)
+        process = process_of(client)
+        os.kill(process, signal.SIGSTOP)
+        asyncio.run(ask(client))
+        os.kill(process, signal.SIGCONT)
+
+
 def test_one_that_has_nothing_to_do_gives_signs_of_life(folder: Path) -> None:
     with started(engine_config(folder), engine_timeout=1.0) as client:
         client.wait_until_ready(START_SECONDS)

@@ -104,6 +104,9 @@ def test_fp8_takes_texts_or_none(llama: Path, text_file: Path, tmp_path: Path) -
         (["--scheme", "gptq", "--calibration", "{text}", "--seq-len", "5000"], DocumentError, "one sample takes 5000"),
         (["--scheme", "gptq", "--calibration", "{nothing}"], RequestError, "does not exist"),
         (["--scheme", "gptq", "--calibration", "{empty}"], RequestError, "no text"),
+        (["--scheme", "gptq", "--calibration", "{empty}", "-o", "{text}"], RequestError, "is not a folder"),
+        (["--scheme", "gptq", "--calibration", "{empty}", "-o", "{full}"], RequestError, "is not empty"),
+        (["--scheme", "gptq", "--calibration", ""], SystemExit, "2"),
         (["--scheme", "rtn", "--group-size", "48"], RequestError, "--group-size must be one of"),
         (["--scheme", "gptq", "--calibration", "{text}", "--damping", "0"], RequestError, "--damping"),
     ],
@@ -112,7 +115,7 @@ def test_bad_input_to_quantize(
     arguments: list[str], error: type[Exception], sentence: str, llama: Path, text_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    places = {"text": text_file, "nothing": tmp_path / "nothing", "empty": tmp_path / "empty"}
+    places = {"text": text_file, "nothing": tmp_path / "nothing", "empty": tmp_path / "empty", "full": tmp_path}
     filled = [argument.format(**places) for argument in arguments]
     result = CliRunner().invoke(quantize_app, [str(llama), "-o", str(tmp_path / "out"), *filled])
     assert isinstance(result.exception, error)
