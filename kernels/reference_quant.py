@@ -4,7 +4,7 @@ import torch
 
 FP8_MAX = 448.0
 _SMALLEST_SCALE = 1e-12
-_NIBBLES, _TILE_WORDS, _MIDDLE = 8, 16, 8
+_TILE_COLUMNS, _MIDDLE = 128, 8
 _BLOCK_COLUMNS = 128
 
 
@@ -15,32 +15,42 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize_int4(
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor | None,
-    group_size: int,
-    num_columns: int,
-    dtype: torch.dtype,
+    words: torch.Tensor, factors: torch.Tensor, group_size: int, num_columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The matrix `[N, K]`; see `int4_matmul`."""
-    shifts = 4 * torch.arange(_NIBBLES, device=words.device)
-    nibbles = (words[:, :, None, :] >> shifts[:, None]) & 0xF
-    numbers = nibbles.transpose(0, 1).flatten(1)[:, :num_columns] - _MIDDLE
-    groups = torch.arange(num_columns, device=words.device) // group_size
-    weight = numbers.float() * scales.float().T[:, groups]
-    return (weight if offsets is None else weight + offsets.float().T[:, groups]).to(dtype)
+    """The matrix `[N, K]`, rounded to `dtype`, which is that of the factors; see `int4_matmul`."""
+    columns = torch.arange(num_columns, device=words.device)
+    in_tile = columns % _TILE_COLUMNS
+    word, nibble = _bits(in_tile, (2, 1, 6, 5)), _bits(in_tile, (0, 4, 3))
+    numbers = ((words[columns // _TILE_COLUMNS, :, word] >> (4 * nibble)[:, None]) & 0xF).T - _MIDDLE
+    span = max(_TILE_COLUMNS, group_size)
+    chosen = factors[columns // span, :, columns % span // group_size].T
+    weight = numbers.float() * chosen.to(torch.int16).view(dtype).float()
+    if factors.dtype is torch.int32:
+        weight += (chosen >> 16).to(torch.int16).view(dtype).float()
+    return weight.to(dtype)
 
 
-def int4_matmul(
-    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, group_size: int
-) -> torch.Tensor:
+def _bits(values: torch.Tensor, bits: tuple[int, ...]) -> torch.Tensor:
+    """The numbers that bits of values are, from the highest."""
+    return torch.stack([(values >> bit & 1) << i for i, bit in enumerate(reversed(bits))]).sum(dim=0)
+
+
+def int4_matmul(x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, group_size: int) -> torch.Tensor:
     """x `[M, K]` times a matrix `[N, K]` -> `[M, N]`.
 
-    int32 `words` `[ceil(K / 128), N, 16]` have column `128 * t + 16 * j + w` in nibble j of word w of tile t. A weight
-    is `(number - 8) * scale + offset`, with `scales` and `offsets` `[K / group_size, N]`.
+    int32 `words` `[ceil(K / 128), N, 16]` have tiles of 128 columns: bits 2, 1, 6 and 5 of a column are those of its
+    word, 0, 4 and 3 of its nibble. A weight is `(number - 8) * scale + offset`; `factors` `[spans, N, groups of a
+    span]`, a span being a tile or a group, whichever is larger, have an offset above a scale, of 16 bits each (int32),
+    or a scale alone (int16).
     """
-    weight = dequantize_int4(words, scales, offsets, group_size, x.shape[1], torch.float32)
-    return (x.float() @ weight.T).to(x.dtype)
+    return (x.float() @ dequantize_int4(words, factors, group_size, x.shape[1], x.dtype).float().T).to(x.dtype)
+
+
+def fp8_matmul(
+    x: torch.Tensor, x_scales: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """FP8 x `[M, K]` times an FP8 matrix `[N, K]` -> `[M, N]`; scales by rows, `[M, 1]` and `[N]`."""
+    return ((x.float() @ numbers.float().T) * x_scales * scales).to(dtype)
 
 
 def fp8_block_matmul(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, block_rows: int) -> torch.Tensor:

@@ -304,8 +304,8 @@ class VisionConfig:
 class EngineConfig:
     """Everything an engine is started with. `use_process` puts it in a process of its own, otherwise it is a thread.
 
-    `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision. `dense_copy` says whether a CPU
-    has quantized weights in bfloat16 too, which is faster for several rows: auto is where memory is plentiful, never
+    `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision. `dense_copy` says whether
+    quantized weights are there in 16 bits too, which is faster for many rows: auto is where memory is plentiful, never
     also saves memory before time. `async_scheduling` prepares a step while the one before it runs; None does so on a
     GPU. `enforce_eager` does without CUDA graphs. A process that dies is started again `max_engine_restarts` times in
     ten minutes at most; one that gives no sign of life for `engine_timeout` seconds, in which every step should end, is

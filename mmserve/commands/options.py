@@ -82,8 +82,8 @@ class EngineOptions:
     dense_copy: Annotated[
         DenseCopyName,
         _engine(
-            help="Weights of few bits in bfloat16, too: faster for several rows, and more memory. auto keeps them on a"
-            " GPU, and on a CPU where they take a quarter of what is free at most; never saves memory before time."
+            help="Weights of few bits in 16 bits, too: faster for many rows, and more memory. auto keeps them where"
+            " they take a quarter of what is free at most; never saves memory before time."
         ),
     ] = "auto"
     dtype: Annotated[DTypeName, _engine(help="Number format of the weights and activations.")] = "auto"

@@ -40,11 +40,12 @@ def cache_bytes(config: CacheConfig, device: torch.device, num_activation_bytes:
 
 
 def keeps_dense_copy(asked: DenseCopyName, model: ModelConfig, device: torch.device) -> bool:
-    """Whether quantized weights have a copy in bfloat16 beside them: on a CPU, where there is memory to spare."""
-    if asked != "auto" or device.type != "cpu":
-        return asked != "never"
-    spare: float = psutil.virtual_memory().available * _COPY_SHARE
-    return model.num_matrix_weights * torch.bfloat16.itemsize <= spare
+    """Whether quantized weights have a copy in 16 bits beside them: where there is memory to spare."""
+    if asked != "auto":
+        return asked == "keep"
+    on_gpu = device.type == "cuda"
+    free: int = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    return model.num_matrix_weights * torch.bfloat16.itemsize <= free * _COPY_SHARE
 
 
 def wanted_context(config: EngineConfig, max_context: int) -> int:

@@ -51,7 +51,7 @@ class GpuBlockWeight:
     """Our own product, in which x is quantized to 128 columns a scale."""
 
     def __init__(self, matrix: BlockMatrix) -> None:
-        from mmserve.kernels.fp8_block_matmul import fp8_block_matmul
+        from mmserve.kernels.fp8_matmul import fp8_block_matmul
 
         self._multiply = fp8_block_matmul
         self._matrix = matrix

@@ -18,6 +18,9 @@ from mmserve.quantization.scheme import LinearWeight, Placement, TensorSource, h
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 INT8_MAX = 127.0
+# Up to so many rows our own product of FP8 is faster than PyTorch's. Llama-2-7B's layers, 1, 16 and 64 rows: 63, 61 and
+# 74 us beside 95, 94 and 96 (one H200).
+MAX_FEW_FP8_ROWS = 64
 # A GPU's product of int8 wants more rows than this, and sizes that are multiples of 8.
 _INT8_ROWS_ON_GPU = 16
 _INT8_STEP_ON_GPU = 8
@@ -104,14 +107,15 @@ def _can_multiply_fp8(matrix: EightBitMatrix) -> bool:
 
 
 class GpuFp8Weight:
-    """The card's own product of FP8 numbers (PyTorch's `_scaled_mm`, scales by row and column)."""
+    """The card's own products of FP8 numbers, scaled by row and column: ours, and PyTorch's `_scaled_mm`."""
 
     def __init__(self, matrix: EightBitMatrix) -> None:
+        from mmserve.kernels.fp8_matmul import fp8_matmul
         from mmserve.kernels.quantize_rows import quantize_rows
 
-        self._quantize_rows = quantize_rows
+        self._quantize_rows, self._few_rows_product = quantize_rows, fp8_matmul
         self._numbers = matrix.numbers.contiguous()
-        self._scales = matrix.scales.T.contiguous()
+        self._scales = matrix.scales.flatten().contiguous()
         self._input_scale = matrix.input_scale
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -120,16 +124,19 @@ class GpuFp8Weight:
         else:
             scales = self._input_scale.expand(x.shape[0])[:, None].contiguous()
             numbers = to_numbers(x, scales, "fp8")
-        # With scales by rows the product comes in bfloat16 alone.
-        product: torch.Tensor = torch._scaled_mm(
-            numbers,
-            self._numbers.T,
-            scale_a=scales,
-            scale_b=self._scales,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        out = product.to(x.dtype)
+        if x.shape[0] <= MAX_FEW_FP8_ROWS:
+            out = self._few_rows_product(numbers, scales, self._numbers, self._scales, x.dtype)
+        else:
+            # With scales by rows this product comes in bfloat16 alone.
+            product: torch.Tensor = torch._scaled_mm(
+                numbers,
+                self._numbers.T,
+                scale_a=scales,
+                scale_b=self._scales[None],
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            )
+            out = product.to(x.dtype)
         return out if bias is None else out + bias
 
 

@@ -25,8 +25,7 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
     if can_pack_for_cpu(stacked, placement):
         weight = CpuInt4Weight(stacked, keeps_copy=placement.keeps_copy, is_small=placement.is_small)
         return _in_order(weight, stacked.order)
-    # In bfloat16 they are faster, but for the memory that they take (docs/performance-notes.md).
-    if not placement.keeps_copy and can_pack_for_gpu(stacked, placement):
+    if can_pack_for_gpu(stacked, placement):
         return _in_order(GpuInt4Weight(stacked, placement), _moved(stacked.order, placement))
     return dense_weight(stacked.dequantized().to(placement.device, placement.dtype))
 

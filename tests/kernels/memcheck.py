@@ -213,18 +213,21 @@ def int4_matmul() -> Pairs:
     """One row, a few and many; the last tile reaches beyond the last column."""
     from mmserve.kernels import int4_matmul as kernels
 
+    dtype = DTYPE if DEVICE.type == "cuda" else torch.float16
     words = kernels.tile_int4(torch.randint(0, 16, (70, 96), device=DEVICE, dtype=torch.uint8))
-    factors = torch.rand(3, 70, device=DEVICE).to(DTYPE), torch.randn(3, 70, device=DEVICE).to(DTYPE)
-    rows = [randn(num_rows, 96, dtype=DTYPE) for num_rows in (1, 5, 70)]
-    unpacked = [
-        unpack(words, *factors, 32, 96, torch.float32)
-        for unpack in (kernels.dequantize_int4, reference_quant.dequantize_int4)
-    ]
-    products = [
-        (kernels.int4_matmul(x, words, *factors, 32), reference_quant.int4_matmul(x.float(), words, *factors, 32))
-        for x in rows
-    ]
-    return [(unpacked[0], unpacked[1]), *products]
+    scales, offsets = torch.rand(3, 70, device=DEVICE).to(dtype), randn(3, 70, dtype=dtype)
+    pairs = []
+    for factors in (kernels.pack_factors(scales, given, 32) for given in (offsets, None)):
+        weights, expected = (
+            unpack(words, factors, 32, 96, dtype)
+            for unpack in (kernels.dequantize_int4, reference_quant.dequantize_int4)
+        )
+        pairs.append((weights, expected))
+        for x in (randn(num_rows, 96, dtype=dtype) for num_rows in (1, 5, 70)):
+            pairs.append(
+                (kernels.int4_matmul(x, words, factors, 32), reference_quant.int4_matmul(x, words, factors, 32))
+            )
+    return pairs
 
 
 def quantize_rows() -> Pairs:
@@ -235,8 +238,22 @@ def quantize_rows() -> Pairs:
     return [(kernel(x)[1], reference_quant.quantize_rows(x)[1])]
 
 
+def fp8_matmul() -> Pairs:
+    """Pieces of K, the last of which is not whole."""
+    from mmserve.kernels.fp8_matmul import fp8_matmul as kernel
+
+    x, numbers = ((20 * randn(num_rows, 1040)).to(torch.float8_e4m3fn) for num_rows in (5, 70))
+    scales = 0.01 + torch.rand(5, 1, device=DEVICE), 0.01 + torch.rand(70, device=DEVICE)
+    return [
+        (
+            kernel(x, scales[0], numbers, scales[1], DTYPE),
+            reference_quant.fp8_matmul(x, scales[0], numbers, scales[1], torch.float32),
+        )
+    ]
+
+
 def fp8_block_matmul() -> Pairs:
-    from mmserve.kernels.fp8_block_matmul import fp8_block_matmul as kernel
+    from mmserve.kernels.fp8_matmul import fp8_block_matmul as kernel
 
     numbers, scales = (20 * randn(200, 384)).to(torch.float8_e4m3fn), 0.01 + torch.rand(2, 3, device=DEVICE)
     # Rows that FP8 has exactly.
@@ -265,7 +282,8 @@ CASES: Mapping[str, Callable[[], Pairs]] = {
     "resample": resample,
     "int4_matmul": int4_matmul,
     "quantize_rows": quantize_rows,
-    "fp8_block_matmul": fp8_block_matmul,
+    "fp8_matmul": fp8_matmul,
+    "fp8_matmul, blocks": fp8_block_matmul,
 }
 
 

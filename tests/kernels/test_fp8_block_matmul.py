@@ -5,7 +5,7 @@ import torch
 from kernel_checks import DEVICE, randn, relative_error
 
 from mmserve.kernels import reference_quant
-from mmserve.kernels.fp8_block_matmul import fp8_block_matmul
+from mmserve.kernels.fp8_matmul import fp8_block_matmul
 
 
 def random_blocks(n: int, k: int, block_rows: int = 128) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from kernel_checks import DEVICE, randn, relative_error
 
 from mmserve.quantization.gguf import grouped_ints
-from mmserve.quantization.gpu_int4 import GpuInt4Weight
+from mmserve.quantization.gpu_int4 import MAX_PACKED_ROWS, MAX_PACKED_ROWS_WITHOUT_COPY, GpuInt4Weight
 from mmserve.quantization.scheme import Placement
 
 # Where in a block its float16 factors are.
@@ -25,8 +25,9 @@ def test_products_and_unpacking(kind: str) -> None:
         data.reshape(48, 256 // block_size, -1)[:, :, place : place + 2] = factors.view(np.uint8)
     ints = grouped_ints(torch.from_numpy(data), kind)
     matrix = ints.dequantized().to(DEVICE)
-    weight = GpuInt4Weight(ints, Placement(torch.float32, DEVICE))
-    assert relative_error(weight._unpacked(torch.float32), matrix) < 1e-5
-    for num_rows in (1, 5):
-        x = randn(num_rows, 256)
-        assert relative_error(weight.apply(x, None), x @ matrix.T) < 1e-5
+    for keeps_copy in (False, True):
+        weight = GpuInt4Weight(ints, Placement(torch.float16, DEVICE, keeps_copy))
+        assert relative_error(weight._unpacked(torch.float16), matrix) < 1e-3
+        for num_rows in (1, 5, MAX_PACKED_ROWS + 1, MAX_PACKED_ROWS_WITHOUT_COPY + 1):
+            x, bias = randn(num_rows, 256, dtype=torch.float16), randn(48, dtype=torch.float16)
+            assert relative_error(weight.apply(x, bias), x.float() @ matrix.T + bias) < 1e-3

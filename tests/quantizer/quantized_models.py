@@ -21,8 +21,10 @@ def calibration_ids(num_samples: int = 8, seed: int = 5) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, (num_samples, SEQ_LEN), generator=generator)
 
 
-def quantizer(folder: Path, out: Path, scheme: str, *, samples: Any = None, **settings: Any) -> ModelQuantizer:
-    """On the CPU in float32; a GGUF file's tokenizer is written, a folder's files are copied."""
+def quantizer(
+    folder: Path, out: Path, scheme: str, *, samples: Any = None, device: str = "cpu", **settings: Any
+) -> ModelQuantizer:
+    """In float32; a GGUF file's tokenizer is written, a folder's files are copied."""
     chosen = QuantizeSettings(scheme=scheme, **{"group_size": 32, **settings})  # type: ignore[arg-type]
     return ModelQuantizer(
         open_checkpoint(str(folder)),
@@ -31,7 +33,7 @@ def quantizer(folder: Path, out: Path, scheme: str, *, samples: Any = None, **se
         out,
         source=folder if folder.is_dir() else None,
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=torch.device(device),
     )
 
 

@@ -56,6 +56,18 @@ def test_transformers_and_the_engine_agree_on_eight_bits(llama: Path, tmp_path: 
     assert float((our_logprobs(tmp_path, IDS) - their_logprobs(tmp_path, IDS)).abs().max()) < 2e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "rtn", "fp8", "int8"])
+def test_a_gpu_makes_what_a_cpu_makes(llama: Path, tmp_path: Path, scheme: str) -> None:
+    """But for numbers that fall to one side or the other: as far from full precision, and as near to each other."""
+    for device in ("cpu", "cuda"):
+        quantizer(llama, tmp_path / device, scheme, device=device, samples=calibration_ids()).run()
+    full, on_cpu, on_gpu = (our_logprobs(folder, IDS) for folder in (llama, tmp_path / "cpu", tmp_path / "cuda"))
+    lost = float((on_cpu - full).norm())
+    assert 0.7 * lost < float((on_gpu - full).norm()) < 1.4 * lost
+    assert float((on_gpu - on_cpu).norm()) < lost
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm2", "mistral"])
 @pytest.mark.parametrize("scheme", ["awq", "gptq"])
 def test_families(family: str, scheme: str, tmp_path: Path) -> None:
