@@ -2,16 +2,17 @@
 
 import torch
 
-FP8_MAX = 448.0
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = 1e-12
 _TILE_COLUMNS, _MIDDLE = 128, 8
 _BLOCK_COLUMNS = 128
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x `[M, K]` -> FP8 (E4M3) `[M, K]` and float32 scales `[M, 1]`, a row's largest value at the end of the range."""
-    scales = (x.float().abs().amax(dim=-1, keepdim=True) / FP8_MAX).clamp(min=_SMALLEST_SCALE)
-    return (x.float() / scales).to(torch.float8_e4m3fn), scales
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x `[M, K]` -> FP8 (E4M3) or int8 `[M, K]` and float32 scales `[M, 1]`."""
+    scales = (x.float().abs().amax(dim=-1, keepdim=True) / _LARGEST[dtype]).clamp(min=_SMALLEST_SCALE)
+    numbers = x.float() / scales
+    return (numbers if dtype.is_floating_point else numbers.round()).to(dtype), scales
 
 
 def dequantize_int4(
@@ -46,10 +47,10 @@ def int4_matmul(x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, gro
     return (x.float() @ dequantize_int4(words, factors, group_size, x.shape[1], x.dtype).float().T).to(x.dtype)
 
 
-def fp8_matmul(
+def eight_bit_matmul(
     x: torch.Tensor, x_scales: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """FP8 x `[M, K]` times an FP8 matrix `[N, K]` -> `[M, N]`; scales by rows, `[M, 1]` and `[N]`."""
+    """x `[M, K]` times a matrix `[N, K]` of eight bits -> `[M, N]`; scales by rows, `[M, 1]` and `[N]`."""
     return ((x.float() @ numbers.float().T) * x_scales * scales).to(dtype)
 
 
@@ -58,7 +59,7 @@ def fp8_block_matmul(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tenso
 
     A weight is `numbers[n, k] * scales[n // block_rows, k // 128]`.
     """
-    rows, row_scales = quantize_rows(x.reshape(-1, _BLOCK_COLUMNS))
+    rows, row_scales = quantize_rows(x.reshape(-1, _BLOCK_COLUMNS), torch.float8_e4m3fn)
     wide_x = (rows.float() * row_scales).view(x.shape)
     wide_scales = scales.repeat_interleave(block_rows, dim=0)[: len(numbers)].repeat_interleave(_BLOCK_COLUMNS, dim=1)
     return (wide_x @ (numbers.float() * wide_scales).T).to(x.dtype)

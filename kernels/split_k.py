@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-# More than a GPU can have at work on tiles that are split.
-_MAX_TILES = 1 << 16
+# Tiles that are split are fewer than the programs that are wanted.
+_MAX_TILES = 1024
 _MAX_SPLITS = 8
 
 
@@ -59,6 +59,7 @@ def store_sum(
 
 def splits_for(num_tiles: int, num_wanted: int, most: int) -> int:
     """Into how many pieces to cut tiles, a power of two, so that there are `num_wanted` programs if 8 pieces do."""
+    assert num_wanted <= _MAX_TILES, "each tile has a counter"
     splits = 1
     while num_tiles * splits < num_wanted and 2 * splits <= min(most, _MAX_SPLITS):
         splits *= 2
@@ -67,7 +68,10 @@ def splits_for(num_tiles: int, num_wanted: int, most: int) -> int:
 
 @cache
 def counters(device: torch.device) -> torch.Tensor:
-    """How many pieces of each tile are done: zeros between products, which must not run side by side."""
+    """How many pieces of each tile are done: zeros between products, which run one after the other.
+
+    To be called once before a CUDA graph is captured, to which memory would belong that is taken meanwhile.
+    """
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 

@@ -51,8 +51,10 @@ class GpuBlockWeight:
     """Our own product, in which x is quantized to 128 columns a scale."""
 
     def __init__(self, matrix: BlockMatrix) -> None:
-        from mmserve.kernels.fp8_matmul import fp8_block_matmul
+        from mmserve.kernels.eight_bit_matmul import fp8_block_matmul
+        from mmserve.kernels.split_k import counters
 
+        counters(matrix.numbers.device)
         self._multiply = fp8_block_matmul
         self._matrix = matrix
 

@@ -18,11 +18,10 @@ from mmserve.quantization.scheme import LinearWeight, Placement, TensorSource, h
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 INT8_MAX = 127.0
-# Up to so many rows our own product of FP8 is faster than PyTorch's. Llama-2-7B's layers, 1, 16 and 64 rows: 63, 61 and
+# Up to so many rows our own product is faster than PyTorch's of FP8. Llama-2-7B's layers, 1, 16 and 64 rows: 63, 61 and
 # 74 us beside 95, 94 and 96 (one H200).
-MAX_FEW_FP8_ROWS = 64
-# A GPU's product of int8 wants more rows than this, and sizes that are multiples of 8.
-_INT8_ROWS_ON_GPU = 16
+MAX_FEW_ROWS = 64
+# Of the sizes of a matrix, for PyTorch's products.
 _INT8_STEP_ON_GPU = 8
 _FP8_STEP_ON_GPU = 16
 # Rows of a matrix that are widened at a time; they stay in a core's cache.
@@ -89,58 +88,65 @@ def eight_bit_weight(matrix: EightBitMatrix, placement: Placement) -> LinearWeig
         scales=matrix.scales.to(placement.device, torch.float32),
         input_scale=None if matrix.input_scale is None else matrix.input_scale.to(placement.device, torch.float32),
     )
-    if moved.quantizes_input and moved.numbers.dtype is torch.int8 and _can_multiply_int8(moved):
-        return Int8Weight(moved)
-    if moved.quantizes_input and moved.numbers.dtype is FP8 and _can_multiply_fp8(moved):
-        return GpuFp8Weight(moved)
+    if moved.quantizes_input and _can_multiply_on_gpu(moved.numbers):
+        return GpuEightBitWeight(moved)
+    if moved.quantizes_input and moved.numbers.dtype is torch.int8 and placement.device.type == "cpu":
+        return CpuInt8Weight(moved)
     return WidenedWeight(moved, placement)
 
 
-def _can_multiply_int8(matrix: EightBitMatrix) -> bool:
-    on_gpu = matrix.numbers.device.type == "cuda"
-    return not on_gpu or all(size % _INT8_STEP_ON_GPU == 0 for size in matrix.numbers.shape)
+def _can_multiply_on_gpu(numbers: torch.Tensor) -> bool:
+    if numbers.dtype is FP8:
+        return has_fp8_products(numbers.device) and all(size % _FP8_STEP_ON_GPU == 0 for size in numbers.shape)
+    return numbers.device.type == "cuda" and all(size % _INT8_STEP_ON_GPU == 0 for size in numbers.shape)
 
 
-def _can_multiply_fp8(matrix: EightBitMatrix) -> bool:
-    numbers = matrix.numbers
-    return has_fp8_products(numbers.device) and all(size % _FP8_STEP_ON_GPU == 0 for size in numbers.shape)
+def _kind_of(numbers: torch.Tensor) -> Literal["fp8", "int8"]:
+    return "fp8" if numbers.dtype is FP8 else "int8"
 
 
-class GpuFp8Weight:
-    """The card's own products of FP8 numbers, scaled by row and column: ours, and PyTorch's `_scaled_mm`."""
+class GpuEightBitWeight:
+    """The card's own products, scaled by row and column: ours for a few rows, PyTorch's for many."""
 
     def __init__(self, matrix: EightBitMatrix) -> None:
-        from mmserve.kernels.fp8_matmul import fp8_matmul
+        from mmserve.kernels.eight_bit_matmul import eight_bit_matmul
         from mmserve.kernels.quantize_rows import quantize_rows
+        from mmserve.kernels.split_k import counters
 
-        self._quantize_rows, self._few_rows_product = quantize_rows, fp8_matmul
+        counters(matrix.numbers.device)
+        self._quantize_rows, self._few_rows_product = quantize_rows, eight_bit_matmul
         self._numbers = matrix.numbers.contiguous()
         self._scales = matrix.scales.flatten().contiguous()
         self._input_scale = matrix.input_scale
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._input_scale is None:
-            numbers, scales = self._quantize_rows(x)
+            numbers, scales = self._quantize_rows(x, self._numbers.dtype)
         else:
             scales = self._input_scale.expand(x.shape[0])[:, None].contiguous()
-            numbers = to_numbers(x, scales, "fp8")
-        if x.shape[0] <= MAX_FEW_FP8_ROWS:
+            numbers = to_numbers(x, scales, _kind_of(self._numbers))
+        if x.shape[0] <= MAX_FEW_ROWS:
             out = self._few_rows_product(numbers, scales, self._numbers, self._scales, x.dtype)
         else:
-            # With scales by rows this product comes in bfloat16 alone.
-            product: torch.Tensor = torch._scaled_mm(
-                numbers,
-                self._numbers.T,
-                scale_a=scales,
-                scale_b=self._scales[None],
-                out_dtype=torch.bfloat16,
-                use_fast_accum=True,
-            )
-            out = product.to(x.dtype)
+            out = self._many_rows_product(numbers, scales).to(x.dtype)
         return out if bias is None else out + bias
 
+    def _many_rows_product(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        if numbers.dtype is torch.int8:
+            return torch._int_mm(numbers, self._numbers.T).float() * scales * self._scales
+        # With scales by rows this product comes in bfloat16 alone.
+        product: torch.Tensor = torch._scaled_mm(
+            numbers,
+            self._numbers.T,
+            scale_a=scales,
+            scale_b=self._scales[None],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return product
 
-class Int8Weight:
+
+class CpuInt8Weight:
     """PyTorch's own product of int8 numbers, whose sums are exact."""
 
     def __init__(self, matrix: EightBitMatrix) -> None:
@@ -149,11 +155,7 @@ class Int8Weight:
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         numbers, scales = _quantized(x, self._matrix, "int8")
-        missing = _INT8_ROWS_ON_GPU + 1 - len(x) if x.device.type == "cuda" else 0
-        if missing > 0:
-            numbers = F.pad(numbers, (0, 0, 0, missing))
-        sums = torch._int_mm(numbers, self._matrix.numbers.T)[: len(x)]
-        out = (sums.float() * scales * self._row_scales).to(x.dtype)
+        out = (torch._int_mm(numbers, self._matrix.numbers.T).float() * scales * self._row_scales).to(x.dtype)
         return out if bias is None else out + bias
 
 
@@ -172,7 +174,7 @@ class WidenedWeight:
             self._dense = dense_weight(widen(matrix.numbers, placement.dtype))
             # Not a slice, which would keep all of them.
             self._matrix = replace(matrix, numbers=matrix.numbers.new_empty(0))
-        self._kind: Literal["fp8", "int8"] = "fp8" if matrix.numbers.dtype is FP8 else "int8"
+        self._kind = _kind_of(matrix.numbers)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows, scales = x.to(self._dtype), None

@@ -39,7 +39,7 @@ class GpuInt4Weight:
     """Scales and offsets are rounded to the precision of computation."""
 
     def __init__(self, ints: GroupedInts, placement: Placement) -> None:
-        from mmserve.kernels import int4_matmul
+        from mmserve.kernels import int4_matmul, split_k
 
         self._kernels = int4_matmul
         self._group_size = ints.group_size
@@ -60,6 +60,7 @@ class GpuInt4Weight:
             offsets.T.to(placement.dtype) if bool(offsets.any()) else None,
             self._packed_group_size,
         )
+        split_k.counters(self._words.device)
         self._dense = DenseWeight(self._unpacked(placement.dtype)) if placement.keeps_copy else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

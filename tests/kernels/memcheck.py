@@ -235,25 +235,26 @@ def quantize_rows() -> Pairs:
     from mmserve.kernels.quantize_rows import quantize_rows as kernel
 
     x = randn(5, 100, dtype=DTYPE)
-    return [(kernel(x)[1], reference_quant.quantize_rows(x)[1])]
-
-
-def fp8_matmul() -> Pairs:
-    """Pieces of K, the last of which is not whole."""
-    from mmserve.kernels.fp8_matmul import fp8_matmul as kernel
-
-    x, numbers = ((20 * randn(num_rows, 1040)).to(torch.float8_e4m3fn) for num_rows in (5, 70))
-    scales = 0.01 + torch.rand(5, 1, device=DEVICE), 0.01 + torch.rand(70, device=DEVICE)
     return [
-        (
-            kernel(x, scales[0], numbers, scales[1], DTYPE),
-            reference_quant.fp8_matmul(x, scales[0], numbers, scales[1], torch.float32),
-        )
+        (kernel(x, dtype)[1], reference_quant.quantize_rows(x, dtype)[1]) for dtype in (torch.float8_e4m3fn, torch.int8)
     ]
 
 
+def eight_bit_matmul() -> Pairs:
+    """Pieces of K, the last of which is not whole."""
+    from mmserve.kernels.eight_bit_matmul import eight_bit_matmul as kernel
+
+    scales = 0.01 + torch.rand(5, 1, device=DEVICE), 0.01 + torch.rand(70, device=DEVICE)
+    pairs = []
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        x, numbers = ((20 * randn(num_rows, 1040)).to(dtype) for num_rows in (5, 70))
+        expected = reference_quant.eight_bit_matmul(x, scales[0], numbers, scales[1], torch.float32)
+        pairs.append((kernel(x, scales[0], numbers, scales[1], DTYPE), expected))
+    return pairs
+
+
 def fp8_block_matmul() -> Pairs:
-    from mmserve.kernels.fp8_matmul import fp8_block_matmul as kernel
+    from mmserve.kernels.eight_bit_matmul import fp8_block_matmul as kernel
 
     numbers, scales = (20 * randn(200, 384)).to(torch.float8_e4m3fn), 0.01 + torch.rand(2, 3, device=DEVICE)
     # Rows that FP8 has exactly.
@@ -282,8 +283,8 @@ CASES: Mapping[str, Callable[[], Pairs]] = {
     "resample": resample,
     "int4_matmul": int4_matmul,
     "quantize_rows": quantize_rows,
-    "fp8_matmul": fp8_matmul,
-    "fp8_matmul, blocks": fp8_block_matmul,
+    "eight_bit_matmul": eight_bit_matmul,
+    "eight_bit_matmul, blocks": fp8_block_matmul,
 }
 
 

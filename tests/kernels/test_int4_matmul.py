@@ -1,4 +1,4 @@
-"""Products with four-bit matrices, and rows as FP8, against their twins."""
+"""Products with four-bit matrices, and their unpacking, against the formula; twins too."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,7 @@ import torch
 from kernel_checks import DEVICE, randn, relative_error
 
 from mmserve.kernels import reference_quant
-from mmserve.kernels.fp8_matmul import fp8_matmul
 from mmserve.kernels.int4_matmul import dequantize_int4, int4_matmul, pack_factors, tile_int4, tiling
-from mmserve.kernels.quantize_rows import quantize_rows
 
 DTYPES = [(torch.float16, 1e-3)] + ([(torch.bfloat16, 1e-2)] if DEVICE.type == "cuda" else [])
 
@@ -87,35 +85,3 @@ def test_unpacking(n: int, k: int, group_size: int, has_offsets: bool) -> None:
     for unpack in (dequantize_int4, reference_quant.dequantize_int4):
         weights = unpack(given.words, given.factors, group_size, k, torch.float16)
         torch.testing.assert_close(weights.float(), expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 64, 128), (5, 70, 2048), (17, 130, 144), (0, 64, 128)])
-def test_fp8_products(dtype: torch.dtype, num_rows: int, n: int, k: int) -> None:
-    x, numbers = ((20 * randn(rows, k)).to(torch.float8_e4m3fn) for rows in (num_rows, n))
-    x_scales, scales = 0.01 + torch.rand(num_rows, 1, device=DEVICE), 0.01 + torch.rand(n, device=DEVICE)
-    out = fp8_matmul(x, x_scales, numbers, scales, dtype)
-    assert (out.dtype, out.shape) == (dtype, (num_rows, n))
-    if num_rows:
-        expected = (x.double() @ numbers.double().T) * x_scales * scales
-        # The products of a card's FP8 units keep some 14 bits.
-        tolerance = 5e-3 if dtype is torch.bfloat16 or DEVICE.type == "cuda" else 1e-5
-        assert relative_error(out, expected) < tolerance
-        assert relative_error(reference_quant.fp8_matmul(x, x_scales, numbers, scales, dtype), expected) < tolerance
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 16), (5, 100), (3, 4096), (0, 16)])
-def test_rows_as_fp8(dtype: torch.dtype, num_rows: int, size: int) -> None:
-    x = 3 * randn(num_rows, size, dtype=dtype)
-    if num_rows > 1:
-        x[1] = 0
-    numbers, scales = quantize_rows(x)
-    expected, expected_scales = reference_quant.quantize_rows(x)
-    torch.testing.assert_close(scales, expected_scales)
-    assert numbers.dtype is torch.float8_e4m3fn
-    if num_rows:
-        # The interpreter cuts off where a card rounds.
-        tolerance = 0.04 if DEVICE.type == "cuda" else 0.12
-        assert relative_error(numbers.float() * scales, x.float()) < tolerance
-        assert relative_error(numbers.float(), expected.float()) < tolerance

@@ -7,7 +7,7 @@ import torch
 from stored_matrices import StoredMatrices
 
 from mmserve.quantization.compressed_tensors import CompressedTensorsScheme
-from mmserve.quantization.eight_bit import FP8_MAX, Int8Weight, quantize_rows
+from mmserve.quantization.eight_bit import FP8_MAX, CpuInt8Weight, quantize_rows
 from mmserve.quantization.fp8 import Fp8Scheme
 from mmserve.quantization.scheme import LinearSpec, LinearWeight, Placement
 
@@ -91,7 +91,7 @@ def test_int8(dtype: torch.dtype, tolerance: float, keeps_copy: bool, num_rows: 
     groups = {"g": {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}}
     source = StoredMatrices({"a.weight": numbers, "a.weight_scale": scales})
     weight = load(CompressedTensorsScheme({"config_groups": groups}), source, place(dtype, keeps_copy))
-    assert isinstance(weight, Int8Weight)
+    assert isinstance(weight, CpuInt8Weight)
     x = torch.randn(num_rows, IN).to(dtype)
     row_numbers, row_scales = quantize_rows(x, "int8")
     expected = row_numbers.double() @ numbers.double().T * row_scales.double() * scales.double().T

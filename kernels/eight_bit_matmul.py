@@ -1,4 +1,4 @@
-"""Products of FP8 (E4M3) numbers: of a few rows, and with one scale for each block of the matrix.
+"""Products of numbers of eight bits, FP8 (E4M3) or int8, of a few rows; and of FP8 with a scale for each block.
 
 The matrix stands on the left of the tensor cores' product, as in `int4_matmul.py`. For blocks, numbers of one block of
 columns are multiplied; their sums are scaled and added up in float32 (DeepSeek-V3, Liu et al. 2024, arXiv 2412.19437,
@@ -45,7 +45,7 @@ def tiling(num_rows: int, n: int, k: int, *, has_blocks: bool) -> _Tiling:
 
 
 @triton.jit(do_not_specialize=["M", "BLOCKS_A_SPLIT"])
-def _fp8_matmul_kernel(
+def _eight_bit_matmul_kernel(
     x,
     x_scales,
     numbers,
@@ -75,7 +75,8 @@ def _fp8_matmul_kernel(
     p_numbers = numbers + o_row[:, None].to(tl.int64) * K + o_k[None, :]
     p_x = x + o_x[:, None].to(tl.int64) * K
     first = i_split * BLOCKS_A_SPLIT
-    b_out = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    IS_INT8: tl.constexpr = numbers.dtype.element_ty == tl.int8
+    b_out = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.int32 if IS_INT8 else tl.float32)
     for i_block in range(first, tl.minimum(first + BLOCKS_A_SPLIT, num_blocks)):
         if IS_WHOLE:
             b_numbers = tl.load(p_numbers + i_block * BLOCK_K)
@@ -83,22 +84,23 @@ def _fp8_matmul_kernel(
             b_numbers = tl.load(p_numbers + i_block * BLOCK_K, mask=(i_block * BLOCK_K + o_k < K)[None, :], other=0.0)
         b_x = load_rows(p_x, i_block * BLOCK_K + o_k, o_m, M, K, IS_WHOLE)
         if ROWS_A_SCALE is None:
-            b_out = tl.dot(b_numbers, b_x.T, b_out)
+            b_out = tl.dot(b_numbers, b_x.T, b_out, out_dtype=b_out.dtype)
         else:
             b_scale = tl.load(scales + i_n * BLOCK_N // ROWS_A_SCALE * num_blocks + i_block)
             b_out += tl.dot(b_numbers, b_x.T) * (tl.load(x_scales + o_x * num_blocks + i_block) * b_scale)[None, :]
     if ROWS_A_SCALE is None:
-        b_out *= tl.load(scales + o_row)[:, None] * tl.load(x_scales + o_x)[None, :]
-    store_sum(b_out, out, parts, counters, tl.program_id(0), i_split, M, N, o_m, o_n, SPLITS, BLOCK_N)
+        b_sums = b_out.to(tl.float32) * tl.load(scales + o_row)[:, None] * tl.load(x_scales + o_x)[None, :]
+    else:
+        b_sums = b_out
+    store_sum(b_sums, out, parts, counters, tl.program_id(0), i_split, M, N, o_m, o_n, SPLITS, BLOCK_N)
 
 
-def fp8_matmul(
+def eight_bit_matmul(
     x: torch.Tensor, x_scales: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """FP8 x `[M, K]` times an FP8 matrix `[N, K]` -> `[M, N]` in `dtype`.
+    """x `[M, K]` times a matrix `[N, K]`, both FP8 or both int8 -> `[M, N]` in `dtype`.
 
-    Both are scaled by rows, by float32 `[M, 1]` and `[N]`. K is a multiple of 16. For a few rows; for many PyTorch's
-    `_scaled_mm` is faster.
+    Both are scaled by rows, by float32 `[M, 1]` and `[N]`. For a few rows; for many PyTorch's products are faster.
     """
     out = torch.empty((x.shape[0], numbers.shape[0]), dtype=dtype, device=x.device)
     return _multiply(x, x_scales, numbers, scales, out, None)
@@ -114,7 +116,7 @@ def fp8_block_matmul(x: torch.Tensor, numbers: torch.Tensor, scales: torch.Tenso
     assert k % COLUMNS == 0, "blocks of columns are whole"
     assert block_rows % 64 == 0, "a program's rows share their scales"
     out = torch.empty((num_rows, numbers.shape[0]), dtype=x.dtype, device=x.device)
-    x_numbers, x_scales = quantize_rows(x.reshape(-1, COLUMNS))
+    x_numbers, x_scales = quantize_rows(x.reshape(-1, COLUMNS), torch.float8_e4m3fn)
     return _multiply(x_numbers.view(num_rows, k), x_scales, numbers, scales, out, block_rows)
 
 
@@ -132,7 +134,7 @@ def _multiply(
     chosen = tiling(num_rows, n, k, has_blocks=block_rows is not None)
     block_n = chosen.block_n if block_rows is None or block_rows % chosen.block_n == 0 else 64
     grid = (triton.cdiv(n, block_n) * triton.cdiv(num_rows, chosen.block_m), chosen.num_splits)
-    _fp8_matmul_kernel[grid](
+    _eight_bit_matmul_kernel[grid](
         x,
         x_scales,
         numbers,
