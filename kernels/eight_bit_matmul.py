@@ -92,7 +92,7 @@ def _eight_bit_matmul_kernel(
         b_sums = b_out.to(tl.float32) * tl.load(scales + o_row)[:, None] * tl.load(x_scales + o_x)[None, :]
     else:
         b_sums = b_out
-    store_sum(b_sums, out, parts, counters, tl.program_id(0), i_split, M, N, o_m, o_n, SPLITS, BLOCK_N)
+    store_sum(b_sums, out, parts, counters, tl.program_id(0), i_split, M, N, o_m, o_n, SPLITS)
 
 
 def eight_bit_matmul(

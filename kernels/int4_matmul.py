@@ -207,7 +207,7 @@ def _int4_matmul_kernel(
             # The products have to be done here: where they are left in flight over the loop's end with operands in
             # registers, PTX's compiler waits for each of them.
             b_out = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_out], tl.float32, is_pure=True, pack=1)
-    store_sum(b_out, out, parts, counters, tl.program_id(0), i_split, M, N, o_m, o_n, SPLITS, BLOCK_N)
+    store_sum(b_out, out, parts, counters, tl.program_id(0), i_split, M, N, o_m, o_n, SPLITS)
 
 
 @triton.jit

@@ -35,11 +35,8 @@ def load_rows(p_rows, o_k, o_m, M, K, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def store_sum(
-    b_out, out, parts, counters, i_tile, i_split, M, N, o_m, o_n, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def store_sum(b_out, out, parts, counters, i_tile, i_split, M, N, o_m, o_n, SPLITS: tl.constexpr):
     """Stores tile `[BLOCK_N, BLOCK_M]` of out `[M, N]`, or a piece of it in parts `[SPLITS, M, N]` float32."""
-    BLOCK_M: tl.constexpr = o_m.shape[0]
     m_out = (o_n < N)[:, None] & (o_m < M)[None, :]
     o_out = o_m[None, :].to(tl.int64) * N + o_n[:, None]
     if SPLITS == 1:
@@ -50,7 +47,7 @@ def store_sum(
         # All of this program's threads have stored before the others are told.
         tl.debug_barrier()
         if tl.atomic_add(counters + i_tile, 1, sem="acq_rel") == SPLITS - 1:
-            b_sum = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+            b_sum = tl.zeros_like(b_out)
             for i in tl.static_range(SPLITS):
                 b_sum += tl.load(parts + i * size + o_out, mask=m_out, other=0.0)
             tl.store(out + o_out, b_sum.to(out.dtype.element_ty), mask=m_out)
