@@ -36,7 +36,7 @@ class LayerHarm:
         while states[-1].group != LAST_GROUP:
             states.append(self._block.advance(states[-1], self._tensors))
         outputs = self._block.finish(states[-1], self._tensors)
-        lengths = outputs.square().sum(-1)
+        lengths = outputs.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
         for state in states:
             change = self._outputs_after_rounding(state) - outputs
             # By token: the first one's state is often a thousand times the others'.

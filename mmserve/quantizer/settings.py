@@ -52,7 +52,7 @@ class QuantizeSettings:
 
     @property
     def makes_up_for_drift(self) -> bool:
-        """Whether weights make up for what the layers before have lost: with eight bits it is too little to be seen."""
+        """Whether weights make up for what the layers before have lost: that of eight bits is little but chance."""
         return self.scheme == "gptq"
 
     @property
