@@ -36,6 +36,9 @@ _CalibrationOption = Annotated[
         metavar="FILE|DIR", parser=named_path, help="Documents or texts like those to be read later; repeatable."
     ),
 ]
+_KeepOption = Annotated[
+    float, typer.Option(help="fp8, int8 with texts: the share of weights that may stay as they are, the harmful ones.")
+]
 
 
 @app.command()
@@ -54,6 +57,7 @@ def quantize(
     symmetric: Annotated[bool, typer.Option("--symmetric", help="int4: without zero points.")] = False,
     act_order: Annotated[bool, typer.Option(help="gptq, fp8, int8: columns with the largest inputs first.")] = True,
     damping: Annotated[float, typer.Option(help="gptq, fp8, int8: on the diagonal, a share of its mean.")] = 0.01,
+    keep: _KeepOption = 0.125,
     dtype: Annotated[
         OutputDType, typer.Option(help="Of scales and of what is not quantized: auto is float16 if the model is.")
     ] = "auto",
@@ -80,6 +84,7 @@ def quantize(
         symmetric=symmetric,
         act_order=act_order,
         damping=damping,
+        keep=keep,
         num_samples=samples,
         seq_len=seq_len,
         seed=seed,

@@ -1,6 +1,6 @@
 """A decoder's layer in plain float32, over whole samples, with its matrices' inputs in sight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ INPUTS: Mapping[str, tuple[str, ...]] = {
 # Groups whose outputs are added to what goes past them.
 ADDED = frozenset({"attention_output", "feed_forward_output"})
 LAST_GROUP = "feed_forward_output"
-MATRICES = tuple(name for names in INPUTS.values() for name in names)
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -44,7 +43,8 @@ class LayerState:
 class DecoderBlock:
     """`config`'s layer; positions are those of text, from 0.
 
-    `product_dtype` is what matrices are multiplied in, the rest is float32; `rounding` is done to what they multiply.
+    `product_dtype` is what matrices are multiplied in, the rest is float32; `rounding` is done to what they multiply,
+    but for those of `kept`, groups of `INPUTS`.
     """
 
     def __init__(
@@ -55,10 +55,12 @@ class DecoderBlock:
         *,
         product_dtype: torch.dtype = torch.float32,
         rounding: Rounding = as_it_is,
+        kept: Container[str] = (),
     ) -> None:
         self._config = config
         self._product_dtype = product_dtype
         self._rounding = rounding
+        self._kept = kept
         table = RotaryTable(
             config.rope, head_dim=config.head_dim, max_positions=seq_len, dtype=torch.float32, device=device
         )
@@ -73,22 +75,24 @@ class DecoderBlock:
         return self.finish(state, tensors)
 
     def start(self, x: torch.Tensor, tensors: Tensors) -> LayerState:
-        return LayerState("attention", self._rounding(self._norm(x, tensors, "input_layernorm")), x)
+        return self._state("attention", self._norm(x, tensors, "input_layernorm"), x)
 
     def advance(self, state: LayerState, tensors: Tensors) -> LayerState:
         """Past the matrices of `state.group`, which is not the last, to the next group."""
         inputs, x = state.inputs, state.x
         if state.group == "attention":
-            return LayerState("attention_output", self._rounding(self._attention(inputs, tensors)), x)
+            return self._state("attention_output", self._attention(inputs, tensors), x)
         if state.group == "attention_output":
             x = x + self._linear(inputs, tensors, "self_attn.o_proj")
-            normed = self._norm(x, tensors, "post_attention_layernorm")
-            return LayerState("feed_forward", self._rounding(normed), x)
+            return self._state("feed_forward", self._norm(x, tensors, "post_attention_layernorm"), x)
         gate = F.silu(self._linear(inputs, tensors, "mlp.gate_proj"))
-        return LayerState(LAST_GROUP, self._rounding(gate * self._linear(inputs, tensors, "mlp.up_proj")), x)
+        return self._state(LAST_GROUP, gate * self._linear(inputs, tensors, "mlp.up_proj"), x)
 
     def finish(self, state: LayerState, tensors: Tensors) -> torch.Tensor:
         return state.x + self._linear(state.inputs, tensors, "mlp.down_proj")
+
+    def _state(self, group: str, inputs: torch.Tensor, x: torch.Tensor) -> LayerState:
+        return LayerState(group, inputs if group in self._kept else self._rounding(inputs), x)
 
     def _norm(self, x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
         return rms_norm(x, tensors[f"{name}.weight"], self._config.rms_norm_eps)

@@ -1,6 +1,6 @@
 """One decoder layer, from its weights and what is known of its inputs to quantized matrices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -11,7 +11,7 @@ from mmserve.config import ModelConfig
 from mmserve.quantization.bits import pack
 from mmserve.quantization.eight_bit import FP8, quantize_rows
 from mmserve.quantizer.awq import by_kv_head, of_kv_heads, search_scales
-from mmserve.quantizer.block import INPUTS, MATRICES, Rounding, Tensors, as_it_is
+from mmserve.quantizer.block import INPUTS, Rounding, Tensors, as_it_is
 from mmserve.quantizer.drift import corrected
 from mmserve.quantizer.gptq import gptq
 from mmserve.quantizer.inputs import LayerInputs
@@ -47,10 +47,12 @@ def quantize_layer(
     config: ModelConfig,
     settings: QuantizeSettings,
     dtype: torch.dtype,
+    *,
+    kept: Container[str] = (),
 ) -> QuantizedLayer:
     """`tensors` float32 by their names in the layer; `inputs` only where there are calibration samples.
 
-    `dtype` is the precision of what stays as it is, and of scales.
+    `dtype` is the precision of what stays as it is, as the groups `kept` of `INPUTS` do, and of scales.
     """
     form = form_of(settings, dtype)
     statistics: dict[str, InputStatistics] = {}
@@ -58,15 +60,16 @@ def quantize_layer(
         assert inputs is not None
         tensors, statistics = _scaled(dict(tensors), dict(inputs.of_unquantized()), config, form)
     layer = QuantizedLayer(computed=dict(tensors))
+    rounded_names = {name for group, names in INPUTS.items() if group not in kept for name in names}
     for name, tensor in tensors.items():
-        if name.removesuffix(".weight") not in MATRICES:
+        if name.removesuffix(".weight") not in rounded_names:
             layer.stored[name] = tensor.to(dtype)
             layer.computed[name] = layer.stored[name].float()
     for group, names in INPUTS.items():
         known = statistics.get(group)
         if inputs is not None and known is None:
             known = inputs.of_next(layer.computed)
-        for name in names:
+        for name in names if group not in kept else ():
             rounded = _rounded(name, tensors[f"{name}.weight"], known, settings, form)
             layer.stored.update({f"{name}.{part}": tensor for part, tensor in _stored(rounded, form).items()})
             layer.computed[f"{name}.weight"] = rounded.dequantized()

@@ -1,14 +1,16 @@
 """A quantized model as a folder that transformers, vLLM and mmserve load: compressed-tensors' config, safetensors."""
 
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from mmserve.quantizer.block import INPUTS
 from mmserve.quantizer.settings import NUM_BITS, QuantizeSettings
 
 SHARD_BYTES = 4 * 1024**3
@@ -19,7 +21,12 @@ _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _VISION_MODULES = (r"re:.*(vision|visual|multi_modal_projector|connector).*",)
 
 
-def quantization_config(settings: QuantizeSettings, *, has_vision: bool) -> dict[str, Any]:
+def kept_modules(groups: Iterable[tuple[int, str]]) -> list[str]:
+    """Patterns of the modules of `groups`, a layer's number and one of `INPUTS`, whatever the layers' prefix is."""
+    return [rf"re:.*\blayers\.{layer}\.{re.escape(name)}$" for layer, group in sorted(groups) for name in INPUTS[group]]
+
+
+def quantization_config(settings: QuantizeSettings, *, kept: Sequence[str], has_vision: bool) -> dict[str, Any]:
     """The part of `config.json` that says how weights are stored, as compressed-tensors writes it."""
     if settings.is_grouped:
         stored, inputs = "pack-quantized", None
@@ -37,7 +44,7 @@ def quantization_config(settings: QuantizeSettings, *, has_vision: bool) -> dict
     return {
         "config_groups": {"group_0": {**group, "format": stored}},
         "format": stored,
-        "ignore": ["lm_head", *(_VISION_MODULES if has_vision else ())],
+        "ignore": ["lm_head", *kept, *(_VISION_MODULES if has_vision else ())],
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,15 @@ class PartialRun:
         unfinished = self._folder / "unfinished"
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, unfinished)
         unfinished.replace(self._layer_file(index))
+
+    def remembered(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, as JSON has it, once: a run that goes on finds what it had."""
+        file = self._folder / f"{name}.json"
+        if not file.is_file():
+            unfinished = self._folder / "unfinished"
+            unfinished.write_text(json.dumps(make()))
+            unfinished.replace(file)
+        return json.loads(file.read_text())
 
     def states(self, kind: str, index: int, shape: tuple[int, int, int]) -> HiddenStates:
         """Those that layer `index` starts from; `kind` is whose."""

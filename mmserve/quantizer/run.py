@@ -1,7 +1,7 @@
 """A whole model, a layer at a time: what calibration shows of a layer, its quantized form, its outputs for the next."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,27 @@ import torch
 from mmserve.config import ModelConfig
 from mmserve.errors import RequestError
 from mmserve.quantization.registry import quantization_config as stored_quantization
-from mmserve.quantizer.block import DecoderBlock, as_it_is
+from mmserve.quantizer.block import INPUTS, DecoderBlock, Rounding, Tensors, as_it_is
 from mmserve.quantizer.inputs import LayerInputs, Stream
-from mmserve.quantizer.layer_quantizer import QuantizedLayer, input_rounding, quantize_layer
-from mmserve.quantizer.output import SHARD_BYTES, copy_side_files, quantization_config, write_json, write_shards
+from mmserve.quantizer.kept import Group, LayerHarm, choose_kept
+from mmserve.quantizer.layer_quantizer import QuantizedLayer, form_of, input_rounding, quantize_layer
+from mmserve.quantizer.output import (
+    SHARD_BYTES,
+    copy_side_files,
+    kept_modules,
+    quantization_config,
+    write_json,
+    write_shards,
+)
 from mmserve.quantizer.partial import PartialRun
 from mmserve.quantizer.settings import QuantizeSettings
 from mmserve.quantizer.states import HiddenStates
 from mmserve.weights.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]
+# Samples that the choice of what is kept looks at, and how many of them are computed together.
+_NUM_SAMPLES_FOR_CHOICE = 16
+_BATCH_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class ModelQuantizer:
         self._layer_names = _names_by_layer(checkpoint, self._config.num_layers)
         _check(checkpoint.config, self._config, settings, self._samples)
         self._partial = PartialRun(out, self._identity())
+        self._kept: Collection[Group] = ()
 
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -77,6 +89,7 @@ class ModelQuantizer:
     def run(self, on_progress: Progress = lambda _done, _all: None) -> QuantizedModel:
         """Layers that an interrupted run has finished are not done again."""
         num_layers, resumed = self._config.num_layers, self._partial.num_layers_done
+        self._kept = [(layer, group) for layer, group in self._partial.remembered("kept", self._choose_kept)]
         for index in range(resumed, num_layers):
             on_progress(index, num_layers)
             self._partial.keep_layer(index, self._quantize(index).stored)
@@ -91,24 +104,51 @@ class ModelQuantizer:
         return QuantizedModel(self._out, num_layers, resumed, num_samples, num_bytes)
 
     def _quantize(self, index: int) -> QuantizedLayer:
-        tensors = {
-            inside: self._checkpoint.tensor(name).to(self._device, torch.float32)
-            for inside, name in self._layer_names[index].items()
-        }
+        tensors = self._float_layer(index)
         if self._samples is None:
             return quantize_layer(tensors, None, self._config, self._settings, self._dtype)
         if index == 0:
             self._embed(self._samples)
         streams = [self._stream(kind, index, self._samples) for kind in self._kinds]
         inputs = LayerInputs(tensors, streams[0], streams[1] if len(streams) > 1 else None)
-        layer = quantize_layer(tensors, inputs, self._config, self._settings, self._dtype)
+        layer = quantize_layer(
+            tensors, inputs, self._config, self._settings, self._dtype, kept=self._kept_groups(index)
+        )
         inputs.write_outputs(layer.computed)
         return layer
+
+    def _float_layer(self, index: int) -> Tensors:
+        return {
+            inside: self._checkpoint.tensor(name).to(self._device, torch.float32)
+            for inside, name in self._layer_names[index].items()
+        }
+
+    def _choose_kept(self) -> list[Group]:
+        """What stays as it is: with eight bits some groups of matrices, by what the texts show of their harm."""
+        if self._samples is None or self._settings.is_grouped or self._settings.keep == 0.0:
+            return []
+        step = max(len(self._samples) // _NUM_SAMPLES_FOR_CHOICE, 1)
+        samples = self._samples[::step][:_NUM_SAMPLES_FOR_CHOICE]
+        block = self._block(samples.shape[1], as_it_is)
+        form, rounding = form_of(self._settings, self._dtype), input_rounding(self._settings.scheme)
+        x = self._checkpoint.tensor("model.embed_tokens.weight")[samples].float()
+        found: dict[Group, float] = {}
+        tensors: Tensors = {}
+        for index in range(self._config.num_layers):
+            tensors = self._float_layer(index)
+            harm = LayerHarm(block, tensors, form, rounding)
+            x = torch.cat([harm.add(part.to(self._device)).cpu() for part in torch.split(x, _BATCH_SAMPLES)])
+            found.update({(index, group): value for group, value in harm.by_group().items()})
+        sizes = {group: sum(tensors[f"{name}.weight"].numel() for name in names) for group, names in INPUTS.items()}
+        return choose_kept(found, sizes, self._settings.keep)
+
+    def _kept_groups(self, index: int) -> frozenset[str]:
+        return frozenset(group for layer, group in self._kept if layer == index)
 
     @property
     def _kinds(self) -> tuple[str, ...]:
         """Whose hidden states are kept: the quantized model's, and beside it the float model's."""
-        return ("states",) if self._settings.scheme == "awq" else ("states", "wanted")
+        return ("states", "wanted") if self._settings.makes_up_for_drift else ("states",)
 
     def _embed(self, samples: torch.Tensor) -> None:
         embedding = self._checkpoint.tensor("model.embed_tokens.weight")
@@ -119,16 +159,15 @@ class ModelQuantizer:
 
     def _stream(self, kind: str, index: int, samples: torch.Tensor) -> Stream:
         config = self._config
-        block = DecoderBlock(
-            config,
-            samples.shape[1],
-            self._device,
-            product_dtype=_product_dtype(self._dtype, self._device),
-            rounding=input_rounding(self._settings.scheme) if kind == "states" else as_it_is,
-        )
+        rounding = input_rounding(self._settings.scheme) if kind == "states" else as_it_is
+        block = self._block(samples.shape[1], rounding, self._kept_groups(index))
         width = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         between = self._partial.states_between(kind, (*samples.shape, width))
         return Stream(block, self._states(kind, index), self._states(kind, index + 1), between, self._device)
+
+    def _block(self, seq_len: int, rounding: Rounding, kept: Collection[str] = ()) -> DecoderBlock:
+        dtype = _product_dtype(self._dtype, self._device)
+        return DecoderBlock(self._config, seq_len, self._device, product_dtype=dtype, rounding=rounding, kept=kept)
 
     def _states(self, kind: str, index: int) -> HiddenStates:
         assert self._samples is not None
@@ -142,7 +181,9 @@ class ModelQuantizer:
         if isinstance(config.get("text_config"), dict):
             config["text_config"] = {**config["text_config"], "dtype": config["dtype"]}
         has_vision = self._config.vision is not None
-        config["quantization_config"] = quantization_config(self._settings, has_vision=has_vision)
+        config["quantization_config"] = quantization_config(
+            self._settings, kept=kept_modules(self._kept), has_vision=has_vision
+        )
         if self._source is not None:
             copy_side_files(self._source, self._out)
         else:

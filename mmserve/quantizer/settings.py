@@ -29,6 +29,7 @@ class QuantizeSettings:
     symmetric: bool = False
     act_order: bool = True
     damping: float = 0.01
+    keep: float = 0.125
     num_samples: int = 512
     seq_len: int = 512
     seed: int = 0
@@ -37,6 +38,7 @@ class QuantizeSettings:
         sizes = ", ".join(map(str, GROUP_SIZES))
         _check(self.group_size in GROUP_SIZES, "group-size", f"must be one of {sizes}")
         _check(0.0 < self.damping < 1.0, "damping", "must be above 0 and below 1")
+        _check(0.0 <= self.keep <= 1.0, "keep", "must be between 0 and 1")
         _check(self.num_samples >= 1, "samples", "must be at least 1")
         _check(self.seq_len >= 2, "seq-len", "must be at least 2")
 
@@ -47,6 +49,11 @@ class QuantizeSettings:
     @property
     def takes_texts(self) -> bool:
         return self.scheme != "rtn"
+
+    @property
+    def makes_up_for_drift(self) -> bool:
+        """Whether weights make up for what the layers before have lost: that of eight bits is little but chance."""
+        return self.scheme == "gptq"
 
     @property
     def is_grouped(self) -> bool:

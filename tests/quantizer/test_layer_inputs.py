@@ -9,11 +9,11 @@ from quantized_models import SEQ_LEN, calibration_ids
 from reference_models import save_reference_model
 
 from mmserve.config import ModelConfig
-from mmserve.quantizer.block import INPUTS, DecoderBlock, LayerState, Rounding, Tensors, as_it_is
+from mmserve.quantizer.block import INPUTS, LAST_GROUP, DecoderBlock, LayerState, Rounding, Tensors, as_it_is
 from mmserve.quantizer.inputs import LayerInputs, Stream
 from mmserve.quantizer.layer_quantizer import input_rounding, quantize_layer
 from mmserve.quantizer.run import _names_by_layer
-from mmserve.quantizer.settings import QuantizeSettings
+from mmserve.quantizer.settings import QuantizeSettings, SchemeName
 from mmserve.quantizer.states import HiddenStates
 from mmserve.weights.checkpoint import open_checkpoint
 
@@ -100,17 +100,45 @@ def test_the_unquantized_layers_statistics(case: Case) -> None:
     assert torch.allclose(case.stream.after.tensor, outputs, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["gptq", "fp8", "int8"])
-def test_the_layer_comes_nearer_to_the_float_models_outputs(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = QuantizeSettings(scheme=scheme, group_size=32)  # type: ignore[arg-type]
-    case = make_case(tmp_path, monkeypatch, input_rounding(settings.scheme))
-    alike = QuantizeSettings(scheme="rtn" if scheme == "gptq" else settings.scheme, group_size=32)
-    plain = quantize_layer(case.tensors, None, case.config, alike, torch.float32)
+def test_the_layer_comes_nearer_to_the_float_models_outputs(case: Case) -> None:
+    plain = quantize_layer(case.tensors, None, case.config, settings_of("rtn"), torch.float32)
     of_plain = case.stream.block(case.stream.before.tensor, plain.computed)
     inputs = case.inputs()
-    made = quantize_layer(case.tensors, inputs, case.config, settings, torch.float32)
+    made = quantize_layer(case.tensors, inputs, case.config, settings_of("gptq"), torch.float32)
     inputs.write_outputs(made.computed)
     wanted = case.wanted.after.tensor
     assert float((case.stream.after.tensor - wanted).norm()) < 0.9 * float((of_plain - wanted).norm())
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_eight_bits_come_nearer_to_the_layers_own_outputs(
+    scheme: SchemeName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(scheme)
+    case = make_case(tmp_path, monkeypatch, input_rounding(scheme))
+    wanted = case.wanted.block(case.stream.before.tensor, case.tensors)
+    plain = quantize_layer(case.tensors, None, case.config, settings, torch.float32)
+    of_plain = case.stream.block(case.stream.before.tensor, plain.computed)
+    inputs = LayerInputs(case.tensors, case.stream, None)
+    made = quantize_layer(case.tensors, inputs, case.config, settings, torch.float32)
+    inputs.write_outputs(made.computed)
+    # Rounding the inputs is most of what is left.
+    assert float((case.stream.after.tensor - wanted).norm()) < 0.95 * float((of_plain - wanted).norm())
+
+
+def test_inputs_of_what_is_kept_are_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(tmp_path, monkeypatch, as_it_is)
+    rounding = input_rounding("fp8")
+    block = DecoderBlock(case.config, SEQ_LEN, CPU, rounding=rounding, kept={"feed_forward"})
+    state = block.start(case.stream.before.tensor, case.tensors)
+    exact = case.stream.block.start(case.stream.before.tensor, case.tensors)
+    for group in INPUTS:
+        rounded = exact.inputs if group == "feed_forward" else rounding(exact.inputs)
+        assert torch.allclose(state.inputs, rounded, atol=1e-5), group
+        if group != LAST_GROUP:
+            exact = case.stream.block.advance(state, case.tensors)
+            state = block.advance(state, case.tensors)
+
+
+def settings_of(scheme: SchemeName) -> QuantizeSettings:
+    return QuantizeSettings(scheme=scheme, group_size=32)
