@@ -70,6 +70,8 @@ class CpuInt4Weight:
             LayeredPairs(packed, ints.group_size, low_bits) if is_layered else PlainNibbles(packed)
         )
         self._product_rows = max(_PIECE_BYTES // self._num_bytes // _BLOCK, 1) * _BLOCK if is_layered else None
+        # What can be multiplied in one piece, which slicing would delay by 5 us a product.
+        self._whole = None if is_small else (packed, self._scales.pairs(0, self._out_features))
         self._dense = PrepackedWeight(plain.dequantized().bfloat16()) if keeps_copy else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -82,6 +84,10 @@ class CpuInt4Weight:
         return out if bias is None else out + bias
 
     def _packed_product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._whole is not None:
+            packed, scales = self._whole
+            out: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, packed, self._packed_group_size, scales)
+            return out
         pieces = [(0, self._out_features)]
         if self._product_rows is not None:
             pieces = pieces_of(self._out_features, self._product_rows)

@@ -111,10 +111,10 @@ def test_store_kv_writes_its_slots_and_no_others() -> None:
 def test_gather_kv_reads_blocks_in_table_order() -> None:
     paged = PagedSequences([8, 8], 3, 5, torch.float32)
     k, v = gather_kv(paged.cache, gather_rows(np.array(paged.tables), 3), torch.float32)
-    assert k.shape == v.shape == (2 * 3, 8, 5)
+    assert k.shape == v.shape == (2, 3, 8, 5)
     for i in range(2):
-        assert torch.equal(k[3 * i : 3 * i + 3].transpose(0, 1), paged.k[i])
-        assert torch.equal(v[3 * i : 3 * i + 3].transpose(0, 1), paged.v[i])
+        assert torch.equal(k[i].transpose(0, 1), paged.k[i])
+        assert torch.equal(v[i].transpose(0, 1), paged.v[i])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
