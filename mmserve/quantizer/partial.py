@@ -1,8 +1,10 @@
 """Finished layers of a run that may be interrupted, in `OUT/.partial`."""
 
+import fcntl
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,20 @@ class PartialRun:
             require_new(out)
             self._folder.mkdir(parents=True)
             self._identity_file.write_text(json.dumps(dict(identity)))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For whoever goes on with it. Raises `RequestError` while another process does."""
+        with (self._folder / "lock").open("w") as lock:
+            # The kernel drops the lock if this process dies.
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = (
+                    f"another `mmserve quantize` is writing to {self._folder.parent}: wait, or give another folder"
+                )
+                raise RequestError("invalid_request", message, param="output") from None
+            yield
 
     @property
     def num_layers_done(self) -> int:

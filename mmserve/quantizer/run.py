@@ -87,7 +87,11 @@ class ModelQuantizer:
 
     @torch.no_grad()
     def run(self, on_progress: Progress = lambda _done, _all: None) -> QuantizedModel:
-        """Layers that an interrupted run has finished are not done again."""
+        """Layers that an interrupted run has finished are not done again. Raises `RequestError` while one goes on."""
+        with self._partial.held():
+            return self._run(on_progress)
+
+    def _run(self, on_progress: Progress) -> QuantizedModel:
         num_layers, resumed = self._config.num_layers, self._partial.num_layers_done
         self._kept = [(layer, group) for layer, group in self._partial.remembered("kept", self._choose_kept)]
         for index in range(resumed, num_layers):

@@ -156,6 +156,18 @@ def test_an_interrupted_run_goes_on_where_it_was(llama: Path, tmp_path: Path, sc
     assert not (tmp_path / "twice" / ".partial").exists()
 
 
+def test_a_run_that_another_is_at_work_on_is_refused(llama: Path, tmp_path: Path) -> None:
+    """And the other is not disturbed."""
+
+    def meanwhile(done: int, _all: int) -> None:
+        if done == 1:
+            with pytest.raises(RequestError, match="another `mmserve quantize`"):
+                quantizer(llama, tmp_path, "rtn").run()
+
+    assert quantizer(llama, tmp_path, "rtn").run(meanwhile).num_layers == 3
+    assert not (tmp_path / ".partial").exists()
+
+
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_eight_bits_with_texts_are_stored_as_without(llama: Path, tmp_path: Path, scheme: str) -> None:
     plain, made = tmp_path / "plain", tmp_path / "made"
