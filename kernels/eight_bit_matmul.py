@@ -128,6 +128,8 @@ def _multiply(
     out: torch.Tensor,
     block_rows: int | None,
 ) -> torch.Tensor:
+    assert x.is_contiguous(), "rows lie one after the other"
+    assert numbers.is_contiguous(), "rows lie one after the other"
     (num_rows, k), n = x.shape, len(numbers)
     if not num_rows:
         return out

@@ -21,12 +21,13 @@ TILE_COLUMNS = 128
 TILE_WORDS = 16
 # What numbers are counted from.
 MIDDLE = 8
-GROUP_SIZES_BELOW_A_TILE = (32, 64)
+_GROUP_SIZES_BELOW_A_TILE = (32, 64)
 _BITS_OF_A_COLUMN = (2, 1, 6, 5, 0, 4, 3)
 
 # Four pairs of weights of a word. A nibble becomes the last bits of the mantissa of 128 (bfloat16) or 1024 (float16).
-_UNPACK: tl.constexpr = tl.constexpr("""{
-    .reg .b32 shifted, middle, scale, offset;
+# Added by fma, since cards before Hopper have no sum of two bfloat16.
+_UNPACK = """{
+    .reg .b32 shifted, middle, one, scale, offset;
     mov.b32 middle, MAGIC;
     prmt.b32 scale, $5, $5, 0x1010;
     prmt.b32 offset, $6, $6, 0x1010;
@@ -38,33 +39,43 @@ _UNPACK: tl.constexpr = tl.constexpr("""{
     shr.u32 shifted, $4, 12;
     lop3.b32 $3, shifted, 0x000F000F, middle, 0xEA;
     mov.b32 middle, MINUS;
-    add.rn.TYPE $0, $0, middle;
-    add.rn.TYPE $1, $1, middle;
-    add.rn.TYPE $2, $2, middle;
-    add.rn.TYPE $3, $3, middle;
+    mov.b32 one, ONE;
+    fma.rn.TYPE $0, $0, one, middle;
+    fma.rn.TYPE $1, $1, one, middle;
+    fma.rn.TYPE $2, $2, one, middle;
+    fma.rn.TYPE $3, $3, one, middle;
     fma.rn.TYPE $0, $0, scale, offset;
     fma.rn.TYPE $1, $1, scale, offset;
     fma.rn.TYPE $2, $2, scale, offset;
     fma.rn.TYPE $3, $3, scale, offset;
-}""")
+}"""
 
 
-def _assembly(number_type: str, magic: str, minus: str) -> tl.constexpr:
-    return tl.constexpr(_UNPACK.value.replace("TYPE", number_type).replace("MAGIC", magic).replace("MINUS", minus))
+def _assembly(number_type: str, magic: str, minus: str, one: str) -> tl.constexpr:
+    """`magic` is 128 or 1024 twice, `minus` what takes it and MIDDLE away."""
+    values = {"TYPE": number_type, "MAGIC": magic, "MINUS": minus, "ONE": one}
+    text = _UNPACK
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return tl.constexpr(text)
 
 
-# 128 and 1024, and minus them and MIDDLE.
-_UNPACK_BFLOAT16: tl.constexpr = _assembly("bf16x2", "0x43004300", "0xC308C308")
-_UNPACK_FLOAT16: tl.constexpr = _assembly("f16x2", "0x64006400", "0xE408E408")
+_UNPACK_BFLOAT16: tl.constexpr = _assembly("bf16x2", "0x43004300", "0xC308C308", "0x3F803F80")
+_UNPACK_FLOAT16: tl.constexpr = _assembly("f16x2", "0x64006400", "0xE408E408", "0x3C003C00")
+
+
+def takes_groups(group_size: int) -> bool:
+    """Whether the kernels take groups of so many columns."""
+    return group_size in _GROUP_SIZES_BELOW_A_TILE or group_size % TILE_COLUMNS == 0
 
 
 def tile_int4(numbers: torch.Tensor) -> torch.Tensor:
     """uint8 `[N, K]` below 16 -> int32 `[ceil(K / 128), N, 16]`; columns beyond K are MIDDLE."""
-    padded = F.pad(numbers, (0, -numbers.shape[1] % TILE_COLUMNS), value=MIDDLE).to(torch.int64)
+    padded = F.pad(numbers, (0, -numbers.shape[1] % TILE_COLUMNS), value=MIDDLE).to(torch.int32)
     bits = padded.view(len(numbers), -1, *[2] * 7)
     nibbles = bits.permute(1, 0, *[8 - bit for bit in _BITS_OF_A_COLUMN]).reshape(-1, len(numbers), TILE_WORDS, 8)
-    words = (nibbles << (4 * torch.arange(8, device=numbers.device))).sum(dim=3)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
+    shifts = 4 * torch.arange(8, dtype=torch.int32, device=numbers.device)
+    return (nibbles << shifts).sum(dim=3, dtype=torch.int32)
 
 
 def pack_factors(scales: torch.Tensor, offsets: torch.Tensor | None, group_size: int) -> torch.Tensor:
@@ -242,7 +253,7 @@ def int4_matmul(x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, gro
     num_rows, k = x.shape
     n = words.shape[1]
     assert x.stride(1) == 1, "the values of a row lie side by side"
-    assert group_size % TILE_COLUMNS == 0 or group_size in GROUP_SIZES_BELOW_A_TILE, group_size
+    assert takes_groups(group_size), group_size
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if not num_rows:
         return out

@@ -1,6 +1,7 @@
-"""Programs that share a tile of a product's output by pieces of K (split-K): the last one to finish adds up the pieces.
+"""What the products of quantized matrices share: how x is read, and how a tile of the output is put together.
 
-They are always added in the same order, so that results are the same from run to run.
+Programs may share a tile by pieces of K (split-K). The last one to finish adds up the pieces, always in the same order,
+so that results are the same from run to run.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -67,7 +68,7 @@ def splits_for(num_tiles: int, num_wanted: int, most: int) -> int:
 def counters(device: torch.device) -> torch.Tensor:
     """How many pieces of each tile are done: zeros between products, which run one after the other.
 
-    To be called once before a CUDA graph is captured, to which memory would belong that is taken meanwhile.
+    The first product must not be one that is captured as a CUDA graph, to which the memory would belong.
     """
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 

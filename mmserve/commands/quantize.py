@@ -37,7 +37,10 @@ _CalibrationOption = Annotated[
     ),
 ]
 _KeepOption = Annotated[
-    float, typer.Option(help="fp8, int8 with texts: the share of weights that may stay as they are, the harmful ones.")
+    float,
+    typer.Option(
+        help="fp8, int8 with texts: the share of weights that may stay as it is: those whose rounding harms most."
+    ),
 ]
 
 
@@ -71,7 +74,7 @@ def quantize(
     gptq and awq see what the model does with the calibration texts, which are read as documents are everywhere else;
     fp8 and int8 can do with or without; rtn takes none. One layer is in memory at a time, and an interrupted run goes
     on where it was when it is given again. Embeddings, output layer, and all of a vision-language model but its decoder
-    stay as they are.
+    stay as they are; with fp8, int8 and texts, the few matrices whose rounding harms most do, too.
 
     \b
     Examples:

@@ -16,13 +16,7 @@ def cache_bytes(config: CacheConfig, device: torch.device, num_activation_bytes:
 
     `num_activation_bytes` are what a step takes beside what is in use already.
     """
-    if device.type == "cuda":
-        # What an earlier engine of this process left with the allocator is free too.
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        memory = psutil.virtual_memory()
-        free, total = memory.available, memory.total
+    free, total = _free_and_total(device)
     free -= num_activation_bytes
     if config.memory_bytes is not None:
         if config.memory_bytes > free:
@@ -32,20 +26,34 @@ def cache_bytes(config: CacheConfig, device: torch.device, num_activation_bytes:
                 " free: ask for less, or close other programs",
             )
         return config.memory_bytes
-    utilization = config.memory_utilization
-    if utilization is None and device.type != "cuda":
+    if config.memory_utilization is None and device.type != "cuda":
         return max(min(_CPU_DEFAULT_BYTES, free), 0)
-    share = int(total * (_GPU_DEFAULT_UTILIZATION if utilization is None else utilization)) - (total - free)
-    return max(min(share, free), 0)
+    return _share_that_is_free(config, device, free, total)
 
 
-def keeps_dense_copy(asked: DenseCopyName, model: ModelConfig, device: torch.device) -> bool:
+def keeps_dense_copy(asked: DenseCopyName, model: ModelConfig, cache: CacheConfig, device: torch.device) -> bool:
     """Whether quantized weights have a copy in 16 bits beside them: where there is memory to spare."""
     if asked != "auto":
         return asked == "keep"
-    on_gpu = device.type == "cuda"
-    free: int = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    free = _share_that_is_free(cache, device, *_free_and_total(device))
     return model.num_matrix_weights * torch.bfloat16.itemsize <= free * _COPY_SHARE
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device's memory."""
+    if device.type == "cuda":
+        # What an earlier engine of this process left with the allocator is free too.
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _share_that_is_free(config: CacheConfig, device: torch.device, free: int, total: int) -> int:
+    """Of `free` bytes, those within the share of the memory that may be in use."""
+    usual = _GPU_DEFAULT_UTILIZATION if device.type == "cuda" else 1.0
+    used_at_most = int(total * (usual if config.memory_utilization is None else config.memory_utilization))
+    return max(min(used_at_most - (total - free), free), 0)
 
 
 def wanted_context(config: EngineConfig, max_context: int) -> int:
@@ -71,7 +79,8 @@ def fit_context(config: EngineConfig, wanted: int, num_bytes: int, bytes_per_blo
             f"a context of {wanted} tokens needs {needed / GIB:.2f} GiB of KV cache, but there are"
             f" {there / GIB:.2f} GiB, {(needed - there) / GIB:.2f} GiB too few:"
             " raise --kv-cache-memory-bytes or --gpu-memory-utilization, or"
-            " lower --max-model-len, --max-num-batched-tokens or --max-num-seqs",
+            " lower --max-model-len, --max-num-batched-tokens or --max-num-seqs; of a quantized model,"
+            " --dense-copy never takes less",
         )
     return min(wanted, num_blocks * block_size), num_blocks
 

@@ -77,7 +77,7 @@ class ModelRunner:
         self._attention = self._attention_backend()
         reader = WeightReader(checkpoint)
         scheme = choose_scheme(checkpoint.config, config.quantization)
-        keeps_copy = keeps_dense_copy(config.dense_copy, self.model_config, self.device)
+        keeps_copy = keeps_dense_copy(config.dense_copy, self.model_config, config.cache, self.device)
         loader = LayerLoader(
             reader,
             self.dtype,

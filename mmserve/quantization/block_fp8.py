@@ -52,9 +52,7 @@ class GpuBlockWeight:
 
     def __init__(self, matrix: BlockMatrix) -> None:
         from mmserve.kernels.eight_bit_matmul import fp8_block_matmul
-        from mmserve.kernels.split_k import counters
 
-        counters(matrix.numbers.device)
         self._multiply = fp8_block_matmul
         self._matrix = matrix
 

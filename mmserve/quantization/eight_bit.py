@@ -111,9 +111,7 @@ class GpuEightBitWeight:
     def __init__(self, matrix: EightBitMatrix) -> None:
         from mmserve.kernels.eight_bit_matmul import eight_bit_matmul
         from mmserve.kernels.quantize_rows import quantize_rows
-        from mmserve.kernels.split_k import counters
 
-        counters(matrix.numbers.device)
         self._quantize_rows, self._few_rows_product = quantize_rows, eight_bit_matmul
         self._numbers = matrix.numbers.contiguous()
         self._scales = matrix.scales.flatten().contiguous()

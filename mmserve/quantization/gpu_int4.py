@@ -14,10 +14,7 @@ from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
 from mmserve.quantization.scheme import Placement
 
-# What the kernel's tiles take; larger groups are whole tiles.
-_SMALL_GROUPS = (32, 64)
-_TILE_COLUMNS = 128
-# The layers' products of Llama-2-7B, 64, 128 and 512 rows: 85, 139 and 400 us packed, 116, 121 and 277 us in bfloat16,
+# The layers' products of Llama-2-7B, 64, 128 and 512 rows: 85, 141 and 400 us packed, 116, 121 and 277 us in bfloat16,
 # 138 us more where it is unpacked for the call (one H200).
 MAX_PACKED_ROWS = 64
 MAX_PACKED_ROWS_WITHOUT_COPY = 512
@@ -25,21 +22,20 @@ MAX_PACKED_ROWS_WITHOUT_COPY = 512
 
 def can_pack_for_gpu(ints: GroupedInts, placement: Placement) -> bool:
     """Whether `GpuInt4Weight` takes this matrix."""
-    group_size = ints.group_size if ints.bits <= 4 else 2 * ints.group_size
-    return (
-        placement.device.type == "cuda"
-        and placement.dtype in (torch.bfloat16, torch.float16)
-        # With a copy, pairs of nibbles would be no faster than the copy is.
-        and (ints.bits <= 4 or not placement.keeps_copy)
-        and (group_size in _SMALL_GROUPS or group_size % _TILE_COLUMNS == 0)
-    )
+    if placement.device.type != "cuda" or placement.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    from mmserve.kernels.int4_matmul import takes_groups
+
+    # With a copy, pairs of nibbles would be no faster than the copy is.
+    is_worth_it = ints.bits <= 4 or not placement.keeps_copy
+    return is_worth_it and takes_groups(ints.group_size if ints.bits <= 4 else 2 * ints.group_size)
 
 
 class GpuInt4Weight:
     """Scales and offsets are rounded to the precision of computation."""
 
     def __init__(self, ints: GroupedInts, placement: Placement) -> None:
-        from mmserve.kernels import int4_matmul, split_k
+        from mmserve.kernels import int4_matmul
 
         self._kernels = int4_matmul
         self._group_size = ints.group_size
@@ -60,7 +56,6 @@ class GpuInt4Weight:
             offsets.T.to(placement.dtype) if bool(offsets.any()) else None,
             self._packed_group_size,
         )
-        split_k.counters(self._words.device)
         self._dense = DenseWeight(self._unpacked(placement.dtype)) if placement.keeps_copy else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -13,6 +13,13 @@ from mmserve.quantizer.statistics import InputStatistics
 _BATCH_TOKENS = 4096
 
 
+def batches_of(num_samples: int, seq_len: int) -> Iterator[slice]:
+    """Samples that are computed together."""
+    size = max(_BATCH_TOKENS // seq_len, 1)
+    for start in range(0, num_samples, size):
+        yield slice(start, start + size)
+
+
 @dataclass
 class Stream:
     """All samples on their way through one layer, in files: from `before` to `after`, batch by batch.
@@ -27,10 +34,7 @@ class Stream:
     device: torch.device
 
     def batches(self) -> Iterator[slice]:
-        num_samples, seq_len, _ = self.before.tensor.shape
-        size = max(_BATCH_TOKENS // seq_len, 1)
-        for start in range(0, num_samples, size):
-            yield slice(start, start + size)
+        return batches_of(*self.before.tensor.shape[:2])
 
     def started(self, rows: slice, layer: Tensors) -> LayerState:
         return self._kept(rows, self.block.start(self._read(self.before, rows), layer))

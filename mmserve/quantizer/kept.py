@@ -43,6 +43,10 @@ class LayerHarm:
             self._sums[state.group] += float((change.square().sum(-1) / lengths).sum())
         return outputs
 
+    def sizes(self) -> Mapping[str, int]:
+        """Weights of each group."""
+        return {group: sum(weight.numel() for weight in rounded.values()) for group, rounded in self._rounded.items()}
+
     def by_group(self) -> Mapping[str, float]:
         return self._sums
 

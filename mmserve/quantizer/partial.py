@@ -49,15 +49,17 @@ class PartialRun:
     @contextmanager
     def held(self) -> Iterator[None]:
         """For whoever goes on with it. Raises `RequestError` while another process does."""
-        with (self._folder / "lock").open("w") as lock:
+        message = f"another `mmserve quantize` is writing to {self._folder.parent}: wait, or give another folder"
+        try:
             # The kernel drops the lock if this process dies.
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                message = (
-                    f"another `mmserve quantize` is writing to {self._folder.parent}: wait, or give another folder"
-                )
-                raise RequestError("invalid_request", message, param="output") from None
+            lock = (self._folder / "lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            raise RequestError("invalid_request", message, param="output") from None
+        with lock:
+            # It may have finished meanwhile.
+            if not self._identity_file.is_file():
+                raise RequestError("invalid_request", message, param="output")
             yield
 
     @property

@@ -11,8 +11,8 @@ import torch
 from mmserve.config import ModelConfig
 from mmserve.errors import RequestError
 from mmserve.quantization.registry import quantization_config as stored_quantization
-from mmserve.quantizer.block import INPUTS, DecoderBlock, Rounding, Tensors, as_it_is
-from mmserve.quantizer.inputs import LayerInputs, Stream
+from mmserve.quantizer.block import DecoderBlock, Rounding, Tensors, as_it_is
+from mmserve.quantizer.inputs import LayerInputs, Stream, batches_of
 from mmserve.quantizer.kept import Group, LayerHarm, choose_kept
 from mmserve.quantizer.layer_quantizer import QuantizedLayer, form_of, input_rounding, quantize_layer
 from mmserve.quantizer.output import (
@@ -29,9 +29,8 @@ from mmserve.quantizer.states import HiddenStates
 from mmserve.weights.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]
-# Samples that the choice of what is kept looks at, and how many of them are computed together.
+# Samples that the choice of what is kept looks at.
 _NUM_SAMPLES_FOR_CHOICE = 16
-_BATCH_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,7 @@ class ModelQuantizer:
 
     def _run(self, on_progress: Progress) -> QuantizedModel:
         num_layers, resumed = self._config.num_layers, self._partial.num_layers_done
+        on_progress(resumed, num_layers)
         self._kept = [(layer, group) for layer, group in self._partial.remembered("kept", self._choose_kept)]
         for index in range(resumed, num_layers):
             on_progress(index, num_layers)
@@ -137,13 +137,12 @@ class ModelQuantizer:
         form, rounding = form_of(self._settings, self._dtype), input_rounding(self._settings.scheme)
         x = self._checkpoint.tensor("model.embed_tokens.weight")[samples].float()
         found: dict[Group, float] = {}
-        tensors: Tensors = {}
+        sizes: Mapping[str, int] = {}
         for index in range(self._config.num_layers):
-            tensors = self._float_layer(index)
-            harm = LayerHarm(block, tensors, form, rounding)
-            x = torch.cat([harm.add(part.to(self._device)).cpu() for part in torch.split(x, _BATCH_SAMPLES)])
+            harm = LayerHarm(block, self._float_layer(index), form, rounding)
+            x = torch.cat([harm.add(x[rows].to(self._device)).cpu() for rows in batches_of(*x.shape[:2])])
             found.update({(index, group): value for group, value in harm.by_group().items()})
-        sizes = {group: sum(tensors[f"{name}.weight"].numel() for name in names) for group, names in INPUTS.items()}
+            sizes = harm.sizes()
         return choose_kept(found, sizes, self._settings.keep)
 
     def _kept_groups(self, index: int) -> frozenset[str]:

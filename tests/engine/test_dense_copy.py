@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from mmserve.config import ModelConfig, RopeConfig
+from mmserve.config import CacheConfig, ModelConfig, RopeConfig
 from mmserve.engine.memory import keeps_dense_copy
 
 MODEL = ModelConfig(
@@ -24,12 +24,26 @@ MODEL = ModelConfig(
 NUM_WEIGHTS = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 100 * 32
 
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
 def test_it_is_kept_where_there_is_four_times_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MODEL.num_matrix_weights == NUM_WEIGHTS
-    memory, cpu = psutil.virtual_memory(), torch.device("cpu")
+    memory = psutil.virtual_memory()
     for available, expected in ((8 * NUM_WEIGHTS, True), (8 * NUM_WEIGHTS - 1, False)):
         free = memory._replace(available=available)
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: free)
-        assert keeps_dense_copy("auto", MODEL, cpu) is expected
-        assert keeps_dense_copy("keep", MODEL, cpu)
-        assert not keeps_dense_copy("never", MODEL, cpu)
+        assert keeps_dense_copy("auto", MODEL, CacheConfig(), CPU) is expected
+        assert keeps_dense_copy("keep", MODEL, CacheConfig(), CPU)
+        assert not keeps_dense_copy("never", MODEL, CacheConfig(), CPU)
+
+
+@pytest.mark.parametrize(("utilization", "num_used"), [(0.5, 0), (0.5, 1000), (None, 0)])
+def test_on_a_gpu_it_is_the_memory_that_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, utilization: float | None, num_used: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for wanted, expected in ((8 * NUM_WEIGHTS + 10, True), (8 * NUM_WEIGHTS - 10, False)):
+        total = int((wanted + num_used) / (utilization or 0.9))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, total=total: (total - num_used, total))
+        assert keeps_dense_copy("auto", MODEL, CacheConfig(memory_utilization=utilization), GPU) is expected
