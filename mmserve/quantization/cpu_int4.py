@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from mmserve.quantization.dense import HAS_ONEDNN, PrepackedWeight
 from mmserve.quantization.grouped_ints import GroupedInts
-from mmserve.quantization.low_planes import LAYERED_BITS, LayeredPairs, PackedNibbles, PlainNibbles, pieces_of
-from mmserve.quantization.nibble_pairs import factor_of, paired, paired_input
+from mmserve.quantization.nibble_pairs import factor_of, paired_input, paired_numbers
+from mmserve.quantization.packed_nibbles import LayeredNibbles, PackedNibbles, PlainNibbles, pieces_of
+from mmserve.quantization.packed_scales import ScalesInParts, packed_scales
 from mmserve.quantization.scheme import Placement
 
 # What the packed product takes.
@@ -27,51 +28,62 @@ MAX_PACKED_ROWS_WITHOUT_COPY = 96
 # The packed layout is by blocks of rows; so many rows make a piece, which stays in a core's cache.
 _BLOCK = 64
 _PIECE = 4 * _BLOCK
-# Of what is taken apart for a product. 1 MiB was the best of 1/8 to 4 MiB.
+# Of numbers that are taken apart for a product; 1 MiB was the best of 1/8 to 4 MiB. And of groups whose scales and
+# offsets are multiplied out: the best of 2 ** 15 to 2 ** 19.
 _PIECE_BYTES = 1 << 20
+_PIECE_GROUPS = 1 << 16
 _MIDDLE = 8
-_BFLOAT16_BITS = 0xFFFF
 
 
 def can_pack_for_cpu(ints: GroupedInts, placement: Placement) -> bool:
     """Whether `CpuInt4Weight` takes this matrix: the product is slow in other precisions than bfloat16."""
-    group_size = ints.group_size if ints.bits <= 4 else 2 * ints.group_size
+    group_size = _packed_group_size(ints)
     return (
         placement.device.type == "cpu"
         and placement.dtype is torch.bfloat16
         and HAS_ONEDNN
         # With a copy, pairs of nibbles would be no faster than the copy is.
         and (ints.bits <= 4 or not placement.keeps_copy)
-        and group_size in GROUP_SIZES
+        # Groups that are several of the product's are packed for their memory alone.
+        and group_size is not None
+        and (placement.is_small or group_size == ints.group_size)
         and ints.out_features % 16 == 0
     )
+
+
+def _packed_group_size(ints: GroupedInts) -> int | None:
+    """Columns of the largest groups that the product takes, of which each of the matrix is one or several."""
+    columns_of_number = 1 if ints.bits <= 4 else 2
+    sizes = [size // columns_of_number for size in GROUP_SIZES]
+    return max((size for size in sizes if ints.group_size % size == 0), default=None)
 
 
 class CpuInt4Weight:
     """Scales and offsets are rounded to bfloat16; wider numbers are in pairs.
 
-    `is_small`, these take no more room than their bits (docs/quantization.md says what that costs).
+    `is_small`, all take about the room that they have in a file (docs/quantization.md says what that costs).
     """
 
     def __init__(self, ints: GroupedInts, *, keeps_copy: bool = True, is_small: bool = False) -> None:
-        plain = replace(ints, order=None)
-        self._group_size = ints.group_size
+        plain, group_size = replace(ints, order=None), _packed_group_size(ints)
+        assert group_size is not None
+        self._group_size = group_size
         self._factor = factor_of(ints.bits)
-        halves = paired(plain) if self._factor > 1 else plain
-        # PyTorch's formula is (number - 8) * scale + offset.
-        offsets = halves.offsets + _MIDDLE * halves.scales
-        self._scales = PackedScales(halves.scales, offsets, is_small=is_small)
-        self._packed_group_size = halves.group_size
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(halves.numbers.to(torch.int32), 1)
+        is_paired = self._factor > 1
+        numbers = paired_numbers(ints.numbers, ints.bits, group_size) if is_paired else ints.numbers
+        self._packed_group_size = 2 * group_size if is_paired else group_size
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
         self._out_features, self._num_bytes = packed.shape
-        low_bits = max(ints.bits - 4, 0)
-        is_layered = is_small and low_bits in LAYERED_BITS
-        self._nibbles: PackedNibbles = (
-            LayeredPairs(packed, ints.group_size, low_bits) if is_layered else PlainNibbles(packed)
-        )
-        self._product_rows = max(_PIECE_BYTES // self._num_bytes // _BLOCK, 1) * _BLOCK if is_layered else None
-        # What can be multiplied in one piece, which slicing would delay by 5 us a product.
-        self._whole = None if is_small else (packed, self._scales.pairs(0, self._out_features))
+        self._scales = packed_scales(plain, ints.group_size // group_size, is_small=is_small)
+        num_groups = numbers.shape[1] // self._packed_group_size
+        limits = [_PIECE_GROUPS // num_groups] if isinstance(self._scales, ScalesInParts) else []
+        self._nibbles: PackedNibbles = PlainNibbles(packed)
+        if is_small and LayeredNibbles.takes(ints.bits):
+            self._nibbles = LayeredNibbles(packed, ints.bits, group_size)
+            limits.append(_PIECE_BYTES // self._num_bytes)
+        # What needs not be taken apart is multiplied whole: slicing would delay a product by 5 us.
+        self._whole = None if limits else (packed, self._scales.pairs(0, self._out_features))
+        self._product_rows = max(min(limits, default=0) // _BLOCK, 1) * _BLOCK
         self._dense = PrepackedWeight(plain.dequantized().bfloat16()) if keeps_copy else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -88,14 +100,11 @@ class CpuInt4Weight:
             packed, scales = self._whole
             out: torch.Tensor = torch._weight_int4pack_mm_for_cpu(x, packed, self._packed_group_size, scales)
             return out
-        pieces = [(0, self._out_features)]
-        if self._product_rows is not None:
-            pieces = pieces_of(self._out_features, self._product_rows)
         outs = [
             torch._weight_int4pack_mm_for_cpu(
                 x, self._nibbles.rows(start, stop), self._packed_group_size, self._scales.pairs(start, stop)
             )
-            for start, stop in pieces
+            for start, stop in pieces_of(self._out_features, self._product_rows)
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -122,39 +131,6 @@ class CpuInt4Weight:
         else:
             grouped = numbers.view(len(numbers), -1, self._group_size)
         return torch.addcmul(offsets, grouped, scales).flatten(1)
-
-
-class PackedScales:
-    """Scales and offsets as the packed product takes them: bfloat16 `[groups, out, 2]`.
-
-    Where numbers count from the middle of their range, offsets are one and the same multiple of the scales. Small,
-    these are held alone then: half a bit for each weight in groups of 32, instead of a bit.
-    """
-
-    def __init__(self, scales: torch.Tensor, offsets: torch.Tensor, *, is_small: bool) -> None:
-        """Of float32 `[out, groups]`."""
-        self._multiple = common_multiple(scales, offsets) if is_small else None
-        held = scales if self._multiple is not None else torch.stack((scales, offsets), dim=-1)
-        self._held = held.transpose(0, 1).contiguous().bfloat16()
-
-    def pairs(self, start: int, stop: int) -> torch.Tensor:
-        """Those of rows `start` to `stop`, contiguous."""
-        held = self._held[:, start:stop].contiguous()
-        if self._multiple is None:
-            return held
-        # PyTorch interleaves two tensors three times as slowly as it shifts bits.
-        words = held.view(torch.int16).to(torch.int32).bitwise_and_(_BFLOAT16_BITS)
-        if self._multiple:
-            offsets = (held * self._multiple).view(torch.int16).to(torch.int32)
-            words.bitwise_or_(offsets.bitwise_left_shift_(16))
-        return words.view(torch.bfloat16).view(*held.shape, 2)
-
-
-def common_multiple(scales: torch.Tensor, offsets: torch.Tensor) -> float | None:
-    """By which all `offsets` are multiples of their `scales`; None if they are by different ones."""
-    at = scales.abs().argmax()
-    multiple = float(offsets.flatten()[at] / scales.flatten()[at])
-    return multiple if torch.allclose(multiple * scales, offsets, rtol=1e-5, atol=0.0) else None
 
 
 @cache

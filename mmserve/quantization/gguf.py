@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from mmserve.quantization.grouped_ints import GroupedInts
+from mmserve.quantization.grouped_ints import FactorParts, GroupedInts
 
 _SUPER_BLOCK = 256
 _GROUP = 32
@@ -44,9 +44,11 @@ def _q8_0(data: torch.Tensor) -> GroupedInts:
 
 def _of_32(numbers: torch.Tensor, factors: torch.Tensor, bits: int) -> GroupedInts:
     """Without a minimum numbers are counted from the middle of their range."""
-    scales = factors[:, :, 0]
-    offsets = factors[:, :, 1] if factors.shape[2] == 2 else -float(1 << (bits - 1)) * scales
-    return GroupedInts(numbers.flatten(1), scales, offsets, bits=bits, group_size=_GROUP)
+    numbers, scales = numbers.flatten(1), factors[:, :, 0]
+    if factors.shape[2] == 2:
+        return GroupedInts(numbers, scales.float(), factors[:, :, 1].float(), bits=bits, group_size=_GROUP)
+    zeros = torch.full_like(scales, 1 << (bits - 1))
+    return GroupedInts.with_zeros(numbers, scales, zeros, bits=bits, group_size=_GROUP)
 
 
 def _q4_k(data: torch.Tensor) -> GroupedInts:
@@ -67,13 +69,8 @@ def _of_super_blocks(numbers: torch.Tensor, factors: torch.Tensor, packed: torch
     first, second, third = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     scales = torch.cat((first & 0x3F, (third & 0xF) | (first >> 2 & 0x30)), dim=-1)
     minima = torch.cat((second & 0x3F, (third >> 4) | (second >> 2 & 0x30)), dim=-1)
-    return GroupedInts(
-        numbers.flatten(1),
-        (factors[:, :, :1] * scales.float()).flatten(1),
-        (-factors[:, :, 1:] * minima.float()).flatten(1),
-        bits=bits,
-        group_size=_GROUP,
-    )
+    parts = FactorParts(factors[:, :, 0], scales.flatten(1), -factors[:, :, 1], minima.flatten(1))
+    return GroupedInts.of_parts(numbers.flatten(1), parts, bits=bits, group_size=_GROUP)
 
 
 def _q6_k(data: torch.Tensor) -> GroupedInts:
@@ -81,15 +78,16 @@ def _q6_k(data: torch.Tensor) -> GroupedInts:
     low = _nibbles(_lines(blocks[:, :, :128], 64)).flatten(2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=data.device)[:, None]
     high = (_lines(blocks[:, :, 128:192], 32)[:, :, :, None] >> shifts & 3).flatten(2)
-    steps = blocks[:, :, 192:208].contiguous().view(torch.int8).float()
-    scales = (blocks[:, :, 208:].contiguous().view(torch.float16).float() * steps).flatten(1)
-    return GroupedInts((low | high << 4).flatten(1), scales, -32.0 * scales, bits=6, group_size=_Q6_GROUP)
+    steps = blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1)
+    factors = blocks[:, :, 208:].contiguous().view(torch.float16).flatten(1)
+    parts = FactorParts(factors, steps, None, torch.full_like(steps, -32))
+    return GroupedInts.of_parts((low | high << 4).flatten(1), parts, bits=6, group_size=_Q6_GROUP)
 
 
 def _header(data: torch.Tensor, num_bytes: int, rest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks that begin with float16 factors -> those as float32 `[out, blocks, factors]`, and `rest` bytes a block."""
+    """Blocks that begin with float16 factors -> those `[out, blocks, factors]`, and `rest` bytes a block."""
     blocks = data.view(data.shape[0], -1, num_bytes + rest)
-    return blocks[:, :, :num_bytes].contiguous().view(torch.float16).float(), blocks[:, :, num_bytes:]
+    return blocks[:, :, :num_bytes].contiguous().view(torch.float16), blocks[:, :, num_bytes:]
 
 
 def _lines(packed: torch.Tensor, size: int) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """The forms in which grouped numbers are held and multiplied."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -16,12 +15,7 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
     """The fastest form of matrices stacked by rows."""
     if any(not part.is_like(parts[0]) for part in parts):
         return StackedWeights([grouped_weight([part], placement) for part in parts])
-    stacked = replace(
-        parts[0],
-        numbers=torch.cat([part.numbers for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-        offsets=torch.cat([part.offsets for part in parts]),
-    )
+    stacked = GroupedInts.stacked(parts)
     if can_pack_for_cpu(stacked, placement):
         weight = CpuInt4Weight(stacked, keeps_copy=placement.keeps_copy, is_small=placement.is_small)
         return _in_order(weight, stacked.order)
@@ -39,7 +33,7 @@ class Reordered:
 
     def __init__(self, weight: LinearWeight, order: torch.Tensor) -> None:
         self._weight = weight
-        self._order = order
+        self._order = order.to(torch.int32)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._weight.apply(x.index_select(1, self._order), bias)

@@ -19,19 +19,33 @@ def factor_of(bits: int) -> int:
 
 def paired(ints: GroupedInts) -> GroupedInts:
     """`[out, 2 * in]` of four bits in groups twice as large, for inputs that were `paired_input`."""
-    factor, out_features = factor_of(ints.bits), ints.out_features
-    # Products count from 8. So do lows of up to three bits, of which then no offset remains.
-    added = _MIDDLE if factor <= _MIDDLE else 0
-    grouped = ints.numbers.view(out_features, -1, ints.group_size)
-    highs, lows = grouped >> (ints.bits - 4), (grouped & (factor - 1)) + added
-    offsets = (ints.offsets - added * ints.scales) / (1 + 1 / factor)
     return GroupedInts(
-        torch.cat((highs, lows), dim=-1).view(out_features, -1),
-        factor * ints.scales,
-        offsets,
+        paired_numbers(ints.numbers, ints.bits, ints.group_size),
+        factor_of(ints.bits) * ints.scales,
+        paired_offsets(ints.scales, ints.offsets.clone(), ints.bits),
         bits=4,
         group_size=2 * ints.group_size,
     )
+
+
+def paired_numbers(numbers: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """uint8 `[out, in]` -> `[out, 2 * in]` of four bits."""
+    grouped = numbers.view(len(numbers), -1, group_size)
+    highs, lows = grouped >> (bits - 4), (grouped & (factor_of(bits) - 1)) + _added(bits)
+    return torch.cat((highs, lows), dim=-1).view(len(numbers), -1)
+
+
+def paired_offsets(scales: torch.Tensor, offsets: torch.Tensor, bits: int) -> torch.Tensor:
+    """Of groups of pairs, in place of `offsets`; both are those of the numbers before they were paired."""
+    added = _added(bits)
+    if added:
+        offsets.sub_(scales, alpha=added)
+    return offsets.div_(1 + 1 / factor_of(bits))
+
+
+def _added(bits: int) -> int:
+    """Products count from 8. So do lows of up to three bits, of which then no offset remains."""
+    return _MIDDLE if factor_of(bits) <= _MIDDLE else 0
 
 
 def paired_input(x: torch.Tensor, group_size: int, factor: int) -> torch.Tensor:

@@ -10,14 +10,15 @@ from mmserve.quantization.cpu_int4 import (
     MAX_PACKED_ROWS,
     MAX_PACKED_ROWS_WITHOUT_COPY,
     CpuInt4Weight,
-    PackedScales,
     can_pack_for_cpu,
-    common_multiple,
     packed_rows,
 )
 from mmserve.quantization.gguf import grouped_ints
-from mmserve.quantization.low_planes import LayeredPairs, pieces_of
+from mmserve.quantization.grouped_ints import FactorParts, GroupedInts
+from mmserve.quantization.laid_over import SmallNumbers
 from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
+from mmserve.quantization.packed_nibbles import LayeredNibbles, pieces_of
+from mmserve.quantization.packed_scales import PlainScales, packed_scales
 from mmserve.quantization.scheme import Placement
 
 
@@ -115,33 +116,72 @@ def test_embeddings_are_unpacked_row_by_row(kind: str) -> None:
     torch.testing.assert_close(embedding.as_head().apply(x, None), x @ matrix.T)
 
 
+def assert_is_the_same(ints: GroupedInts) -> None:
+    """What is taken apart and multiplied out are the very numbers, and so are products, in pieces as whole."""
+    plain, small = (CpuInt4Weight(ints, keeps_copy=False, is_small=is_small) for is_small in (False, True))
+    for start, stop in pieces_of(ints.out_features, 128):
+        assert torch.equal(small._nibbles.rows(start, stop), plain._nibbles.rows(start, stop))
+        assert torch.equal(small._scales.pairs(start, stop), plain._scales.pairs(start, stop))
+        assert small._scales.pairs(start, stop).is_contiguous()
+    assert isinstance(small._nibbles, LayeredNibbles) is (ints.bits not in (4, 8))
+    for num_rows in (3, MAX_PACKED_ROWS_WITHOUT_COPY + 1):
+        x = torch.randn(num_rows, ints.numbers.shape[1], dtype=torch.bfloat16)
+        assert torch.equal(small.apply(x, None), plain.apply(x, None))
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that a matrix has several."""
+    monkeypatch.setattr(cpu_int4, "_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(cpu_int4, "_PIECE_GROUPS", 1 << 11)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("out_features", [16, 112, 128, 2096])
-def test_small_is_the_same_product(kind: str, out_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, of which the last is a smaller block; what is taken apart are the very nibbles."""
-    monkeypatch.setattr(cpu_int4, "_PIECE_BYTES", 1 << 16)
-    ints = grouped_ints(blocks_of(kind, out_features, 512)[0], kind)
-    plain, small = (CpuInt4Weight(ints, keeps_copy=False, is_small=is_small) for is_small in (False, True))
-    for start, stop in pieces_of(out_features, 128):
-        assert torch.equal(small._nibbles.rows(start, stop), plain._nibbles.rows(start, stop))
-    assert isinstance(small._nibbles, LayeredPairs) is (ints.bits in (5, 6))
-    x = torch.randn(3, 512, dtype=torch.bfloat16)
-    out, expected = small.apply(x, None), plain.apply(x, None)
-    if kind == "Q8_0":
-        # Its offsets are rounded after the scales.
-        assert float((out - expected).float().norm() / expected.float().norm()) < 8e-3
-    else:
-        assert torch.equal(out, expected)
+def test_small_blocks_are_the_same(kind: str, out_features: int, pieces: None) -> None:
+    """The last piece is a smaller block."""
+    assert_is_the_same(grouped_ints(blocks_of(kind, out_features, 512)[0], kind))
 
 
-def test_offsets_that_follow_from_scales() -> None:
-    scales = torch.tensor([[0.5, -0.25, 0.0], [2.0, 1.0, 3.0]])
-    assert common_multiple(scales, 0.0 * scales) == 0.0
-    assert common_multiple(scales, 7.5 * scales) == 7.5
-    assert common_multiple(scales, 7.5 * scales + torch.tensor([0.0, 0.0, 1e-3])) is None
-    assert common_multiple(0.0 * scales, 0.0 * scales) is None
-    for offsets in (0.0 * scales, 7.5 * scales, scales + 1.0):
-        small, plain = (PackedScales(scales, offsets, is_small=is_small) for is_small in (True, False))
-        for rows in ((0, 2), (1, 2)):
-            assert torch.equal(small.pairs(*rows), plain.pairs(*rows))
-            assert small.pairs(*rows).is_contiguous()
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("group_size", [32, 128, 192, 768])
+@pytest.mark.parametrize("zeros", ["of the middle", "of all values", "of few values"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_small_groups_are_the_same(bits: int, group_size: int, zeros: str, dtype: torch.dtype, pieces: None) -> None:
+    """Among them such as are several of the product's, and scales of 0."""
+    shape = (144, 768 // group_size)
+    scales = torch.randn(shape).to(dtype)
+    scales[::7] = 0.0
+    points = torch.full(shape, 1 << (bits - 1))
+    if zeros != "of the middle":
+        points = torch.randint(1, 4 if zeros == "of few values" else (1 << bits) + 1, shape)
+    numbers = torch.randint(0, 1 << bits, (144, 768), dtype=torch.uint8)
+    assert_is_the_same(GroupedInts.with_zeros(numbers, scales, points, bits=bits, group_size=group_size))
+
+
+@pytest.mark.parametrize("lowest", [-16, 0, 3])
+@pytest.mark.parametrize("span", [0, 1, 3, 4, 15, 16, 255])
+@pytest.mark.parametrize("num_groups", [1, 3, 8])
+def test_small_numbers(lowest: int, span: int, num_groups: int) -> None:
+    numbers = torch.randint(lowest, lowest + span + 1, (num_groups, 48))
+    numbers[0, :2] = torch.tensor([lowest, lowest + span])
+    held = SmallNumbers(numbers)
+    for start, stop in ((0, 48), (16, 32)):
+        assert torch.equal(held.rows(start, stop).expand(num_groups, stop - start), numbers[:, start:stop].float())
+
+
+def test_offsets_of_zero_and_those_that_are_of_no_parts() -> None:
+    """The first are not held; with nothing known about them the second are, beside the scales."""
+    numbers, scales = torch.zeros(16, 64, dtype=torch.uint8), torch.randn(16, 2)
+    middle = GroupedInts(numbers, scales, -8.0 * scales, bits=4, group_size=32)
+    assert not isinstance(packed_scales(middle, 1, is_small=True), PlainScales)
+    assert_is_the_same(middle)
+    assert isinstance(packed_scales(GroupedInts(numbers, scales, scales, 4, 32), 1, is_small=True), PlainScales)
+
+
+def test_rows_whose_parts_differ_are_held_apart() -> None:
+    data = [grouped_ints(blocks_of(kind, 32, 512)[0], kind) for kind in ("Q4_0", "Q4_1", "Q4_K", "Q4_K")]
+    assert [data[i].is_like(data[i + 1]) for i in range(3)] == [False, False, True]
+    stacked = GroupedInts.stacked(data[2:])
+    assert isinstance(stacked.parts, FactorParts)
+    assert torch.equal(stacked.parts.offsets(stacked.parts.scales()), torch.cat([data[2].offsets, data[3].offsets]))

@@ -27,17 +27,8 @@ SMALL = Placement(torch.bfloat16, CPU, keeps_copy=False, is_small=True)
 SHORT = Placement(torch.bfloat16, CPU, keeps_copy=False)
 WITH_COPY = Placement(torch.bfloat16, CPU)
 DENSE_COPIES: tuple[DenseCopyName, ...] = ("never", "keep")
-# PyTorch's product wants a scale and an offset of 16 bits for each group; Q4_K, Q5_K and Q6_K have them in 6 to 8.
-BLOCKS = {
-    "Q4_0": 1.0,
-    "Q4_1": 1.0,
-    "Q5_0": 1.0,
-    "Q5_1": 1.0,
-    "Q8_0": 1.0,
-    "Q4_K": 1.112,
-    "Q5_K": 1.091,
-    "Q6_K": 1.067,
-}
+# At its smallest, of what the format takes.
+MOST = 1.05
 # Without a copy where memory is short, but not saved at the cost of speed.
 BLOCKS_AS_PAIRS = {"Q4_0": 1.112, "Q4_1": 1.0, "Q5_0": 1.637, "Q5_1": 1.5, "Q8_0": 1.059, "Q4_K": 1.112}
 BLOCKS_AS_PAIRS |= {"Q5_K": 1.637, "Q6_K": 1.524}
@@ -46,24 +37,9 @@ BLOCKS_AS_PAIRS |= {"Q5_K": 1.637, "Q6_K": 1.524}
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks(kind: str) -> None:
     data, _ = blocks_of(kind, OUT, IN)
-    for placement, ratios in ((SMALL, BLOCKS), (SHORT, BLOCKS_AS_PAIRS)):
-        held = tensor_bytes(grouped_weight([grouped_ints(data, kind)], placement))
-        assert held / data.nbytes == pytest.approx(ratios[kind], abs=1e-3)
-
-
-# By form, in groups of 32 where there are groups. Zero points take 4 bits in the file, 16 in memory.
-STORED = {
-    "awq": 1.082,
-    "gptq": 1.053,
-    "w4a16": 1.0,
-    "w4a16 with zero points": 1.082,
-    "w8a16": 1.0,
-    "int8 w8a8": 1.0,
-    "fp8 w8a8": 1.0,
-    "fp8": 1.0,
-    "fp8 static": 1.0,
-    "fp8 blocks": 1.0,
-}
+    small, short = (tensor_bytes(grouped_weight([grouped_ints(data, kind)], place)) for place in (SMALL, SHORT))
+    assert 1.0 <= small / data.nbytes < MOST
+    assert short / data.nbytes == pytest.approx(BLOCKS_AS_PAIRS[kind], abs=1e-3)
 
 
 def loaded(form: str, placement: Placement) -> tuple[LinearWeight, int]:
@@ -77,10 +53,11 @@ def loaded(form: str, placement: Placement) -> tuple[LinearWeight, int]:
     return weight, sum(tensor.nbytes for tensor in source.tensors.values())
 
 
-@pytest.mark.parametrize("form", STORED)
+@pytest.mark.parametrize("form", FORMS)
 def test_stored_forms(form: str) -> None:
+    """Groups are of 32 where there are groups; GPTQ's places of columns in their own order are not held."""
     weight, num_bytes = loaded(form, SMALL)
-    assert tensor_bytes(weight) / num_bytes == pytest.approx(STORED[form], abs=0.01)
+    assert 0.94 < tensor_bytes(weight) / num_bytes < MOST
 
 
 @pytest.mark.parametrize("form", ["w8a16", "fp8 w8a8", "fp8 blocks"])
@@ -89,42 +66,35 @@ def test_eight_bits_are_not_held_beside_their_copy(form: str) -> None:
     assert tensor_bytes(weight) / (2 * IN * OUT) == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, IN])
 @pytest.mark.parametrize(
-    ("method", "bits", "ratio"),
-    [
-        ("awq", 4, 1.023),
-        ("gptq", 2, 1.985),
-        ("gptq", 3, 1.35),
-        ("gptq", 4, 1.023),
-        ("gptq", 8, 1.008),
-        ("compressed-tensors", 2, 1.941),
-        ("compressed-tensors", 3, 1.32),
-        ("compressed-tensors", 4, 1.0),
-        ("compressed-tensors", 8, 1.0),
-    ],
+    ("method", "bits"),
+    [("awq", 4), *((method, bits) for method in ("gptq", "symmetric", "asymmetric") for bits in (2, 3, 4, 8))],
 )
-def test_groups_of_128(method: str, bits: int, ratio: float) -> None:
-    """As most published checkpoints have them. Two and three bits are held as four."""
-    tensors, config = _in_groups_of_128(method, bits)
+def test_groups(method: str, bits: int, group_size: int) -> None:
+    """Those of a whole row are several of the product's."""
+    tensors, config = _in_groups(method, bits, group_size)
     source = StoredMatrices({f"a.{name}": tensor.contiguous() for name, tensor in tensors.items()})
-    scheme = choose_scheme({"quantization_config": {"quant_method": method, **config}}, "auto")
+    scheme = choose_scheme({"quantization_config": config}, "auto")
     assert scheme is not None
     weight = scheme.load(LinearSpec(("a",), IN, (OUT,)), source, SMALL)
-    num_bytes = sum(tensor.nbytes for tensor in source.tensors.values())
-    assert tensor_bytes(weight) / num_bytes == pytest.approx(ratio, abs=2e-3)
+    assert 1.0 <= tensor_bytes(weight) / sum(tensor.nbytes for tensor in source.tensors.values()) < MOST
 
 
-def _in_groups_of_128(method: str, bits: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    numbers, scales, zeros = random_parts(0, OUT, IN, bits, 128)
+def _in_groups(method: str, bits: int, group_size: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    numbers, scales, zeros = random_parts(0, OUT, IN, bits, group_size)
+    config: dict[str, Any] = {"quant_method": method, "bits": bits, "group_size": group_size}
     if method == "awq":
-        tensors = {"qweight": awq_words(numbers.T), "qzeros": awq_words(zeros.T), "scales": scales.T}
-        return tensors, {"bits": bits, "group_size": 128}
+        return {"qweight": awq_words(numbers.T), "qzeros": awq_words(zeros.T), "scales": scales.T}, config
     if method == "gptq":
         qweight, qzeros = gptq_words(numbers.T.contiguous(), bits), gptq_words(zeros - 1, bits).T
-        return {"qweight": qweight, "qzeros": qzeros, "scales": scales.T}, {"bits": bits, "group_size": 128}
-    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 128}
+        return {"qweight": qweight, "qzeros": qzeros, "scales": scales.T}, config
     tensors = {"weight_packed": compressed_words(numbers, bits), "weight_scale": scales}
-    return tensors, {"config_groups": {"g": {"weights": weights, "targets": ["Linear"]}}}
+    if method == "asymmetric":
+        tensors["weight_zero_point"] = compressed_words(zeros, bits, dim=0)
+    weights = {"num_bits": bits, "strategy": "group", "group_size": group_size, "symmetric": method == "symmetric"}
+    group = {"weights": weights, "targets": ["Linear"]}
+    return tensors, {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,5 +109,5 @@ def test_a_whole_file(kind: str, tmp_path: Path) -> None:
         Engine(replace(engine_config(file), dtype="bfloat16", dense_copy=dense_copy))._runner.num_weight_bytes
         for dense_copy in DENSE_COPIES
     )
-    assert 0.98 < small / num_bytes < BLOCKS[kind] + 0.01
+    assert 0.98 < small / num_bytes < MOST
     assert large > 1.5 * small
