@@ -210,20 +210,20 @@ def resample() -> Pairs:
 
 
 def int4_matmul() -> Pairs:
-    """One row, a few and many; the last tile reaches beyond the last column."""
+    """One row, a few and many; pieces of K, and a last tile that reaches beyond the last column."""
     from mmserve.kernels import int4_matmul as kernels
 
     dtype = DTYPE if DEVICE.type == "cuda" else torch.float16
-    words = kernels.tile_int4(torch.randint(0, 16, (70, 96), device=DEVICE, dtype=torch.uint8))
-    scales, offsets = torch.rand(3, 70, device=DEVICE).to(dtype), randn(3, 70, dtype=dtype)
+    words = kernels.tile_int4(torch.randint(0, 16, (70, 608), device=DEVICE, dtype=torch.uint8))
+    scales, offsets = torch.rand(19, 70, device=DEVICE).to(dtype), randn(19, 70, dtype=dtype)
     pairs = []
     for factors in (kernels.pack_factors(scales, given, 32) for given in (offsets, None)):
         weights, expected = (
-            unpack(words, factors, 32, 96, dtype)
+            unpack(words, factors, 32, 608, dtype)
             for unpack in (kernels.dequantize_int4, reference_quant.dequantize_int4)
         )
         pairs.append((weights, expected))
-        for x in (randn(num_rows, 96, dtype=dtype) for num_rows in (1, 5, 70)):
+        for x in (randn(num_rows, 608, dtype=dtype) for num_rows in (1, 5, 70)):
             pairs.append(
                 (kernels.int4_matmul(x, words, factors, 32), reference_quant.int4_matmul(x, words, factors, 32))
             )

@@ -79,6 +79,29 @@ def test_products_by_rows(numbers_dtype: torch.dtype, dtype: torch.dtype, num_ro
         )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("numbers_dtype", [FP8, torch.int8])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 130])
+@pytest.mark.parametrize(("n", "k"), [(4096, 11008), (22016, 4096), (1000, 11152)])
+def test_products_by_rows_of_real_sizes(numbers_dtype: torch.dtype, num_rows: int, n: int, k: int) -> None:
+    """Many steps a program; 11,152 columns end in the middle of one."""
+    x, numbers = ((40 * randn(rows, k)).clamp(-127, 127).to(numbers_dtype) for rows in (num_rows, n))
+    x_scales, scales = 0.01 + torch.rand(num_rows, 1, device=DEVICE), 0.01 + torch.rand(n, device=DEVICE)
+    expected = (x.float() @ numbers.float().T) * x_scales * scales
+    for _ in range(2):
+        out = eight_bit_matmul(x, x_scales, numbers, scales, torch.bfloat16)
+        assert relative_error(out, expected) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 130])
+def test_blocks_of_real_sizes(num_rows: int) -> None:
+    numbers, scales = random_blocks(4096, 11008)
+    x = fp8_rows(num_rows, 11008, torch.bfloat16)
+    expected = reference_quant.fp8_block_matmul(x, numbers, scales, 128)
+    assert relative_error(fp8_block_matmul(x, numbers, scales, 128), expected) < 5e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 16), (5, 100), (3, 4096), (0, 16)])
 def test_rows_as_fp8(dtype: torch.dtype, num_rows: int, size: int) -> None:

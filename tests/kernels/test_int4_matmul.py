@@ -61,6 +61,22 @@ def test_products(
             assert relative_error(out, x.float() @ given.weights(group_size).T) < tolerance
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 130, 512])
+@pytest.mark.parametrize(("n", "k", "group_size"), [(4096, 11008, 128), (22016, 4096, 64), (1000, 11040, 32)])
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_products_of_real_sizes(
+    dtype: torch.dtype, tolerance: float, num_rows: int, n: int, k: int, group_size: int, has_offsets: bool
+) -> None:
+    """Many tiles a program; 11,040 columns end in the middle of one."""
+    given = matrix(n, k, group_size, dtype, has_offsets=has_offsets)
+    x = randn(num_rows, k, dtype=dtype)
+    expected = x.float() @ given.weights(group_size).T
+    for _ in range(2):
+        assert relative_error(int4_matmul(x, given.words, given.factors, group_size), expected) < tolerance
+
+
 def test_pieces_of_k_are_summed() -> None:
     """A wide matrix of few rows is cut along its columns; what counts the pieces is as it was before."""
     given = matrix(64, 2048, 128)

@@ -16,6 +16,7 @@ from stored_models import FORMS, stored
 
 from mmserve.config import DTypeName
 from mmserve.engine.engine import Engine
+from mmserve.quantization.gpu_int4 import MAX_PACKED_ROWS
 
 RANDOM = random.Random(0)
 PROMPTS = [[RANDOM.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (3, 9, 20)]
@@ -98,14 +99,15 @@ NEAR_TIES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 @pytest.mark.parametrize("place", PLACES)
 def test_logits_are_those_of_the_stored_numbers(checkpoint: Stored, place: Place, kv: str) -> None:
-    """3 rows at a time are multiplied packed where that is possible, 16 unpacked."""
+    """A few rows at a time are multiplied packed where that is possible, more of them unpacked."""
     allowed = _errors_of_inputs(checkpoint.form, place) or ERRORS[place.dtype][kv == "fp8"]
     reference = engine(checkpoint.unpacked, place, kv=kv)
-    expected = {num_rows: prompt_logits(reference, PROMPT, num_rows) for num_rows in (3, 16)}
+    prompt, many = (PROMPT, 16) if place.device == "cpu" else (6 * PROMPT, MAX_PACKED_ROWS + 1)
+    expected = {num_rows: prompt_logits(reference, prompt, num_rows) for num_rows in (3, many)}
     for dense_copy in ("keep", "never"):
         started = engine(checkpoint.quantized, place, dense_copy=dense_copy, kv=kv)
         for num_rows, logits in expected.items():
-            assert relative_error(prompt_logits(started, PROMPT, num_rows), logits) < allowed
+            assert relative_error(prompt_logits(started, prompt, num_rows), logits) < allowed
 
 
 @pytest.mark.parametrize("place", PLACES)
