@@ -129,5 +129,6 @@ def test_rows_as_int8(dtype: torch.dtype, num_rows: int, size: int) -> None:
     expected, expected_scales = reference_quant.quantize_rows(x, torch.int8)
     torch.testing.assert_close(scales, expected_scales)
     # Numbers halfway between two fall to either side by the last bit of a scale.
-    assert float((numbers != expected).float().sum()) <= 0.001 * numbers.numel()
+    assert float((numbers != expected).float().sum()) <= 0.01 * numbers.numel()
+    assert not num_rows or int((numbers.int() - expected.int()).abs().max()) <= 1
     assert not num_rows or int(numbers.abs().max()) == 127

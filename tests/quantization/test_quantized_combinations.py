@@ -89,7 +89,7 @@ ERRORS_OF_INPUTS = {"int8 w8a8": 5e-2, "fp8 w8a8": 0.12, "fp8": 0.12, "fp8 stati
 
 def _errors_of_inputs(form: str, place: Place) -> float | None:
     """A GPU rounds the inputs of blocks in FP8, too."""
-    return ERRORS_OF_INPUTS.get("fp8" if form == "fp8 blocks" and place.device == "cuda" else form)
+    return ERRORS_OF_INPUTS.get("fp8" if form.endswith("fp8 blocks") and place.device == "cuda" else form)
 
 
 # By how many standard deviations of the logits two tokens may differ and still be taken one for the other.
