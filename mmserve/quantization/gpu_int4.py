@@ -14,7 +14,7 @@ from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
 from mmserve.quantization.scheme import Placement
 
-# The layers' products of Llama-2-7B, 64, 128 and 512 rows: 85, 141 and 400 us packed, 116, 121 and 277 us in bfloat16,
+# The layers' products of Llama-2-7B, 64, 128 and 512 rows: 85, 126 and 400 us packed, 116, 121 and 277 us in bfloat16,
 # 138 us more where it is unpacked for the call (one H200).
 MAX_PACKED_ROWS = 64
 MAX_PACKED_ROWS_WITHOUT_COPY = 512
@@ -53,7 +53,7 @@ class GpuInt4Weight:
         self._words = int4_matmul.tile_int4(halves.numbers)
         self._factors = int4_matmul.pack_factors(
             halves.scales.T.to(placement.dtype),
-            offsets.T.to(placement.dtype) if bool(offsets.any()) else None,
+            None if placement.is_small and not bool(offsets.any()) else offsets.T.to(placement.dtype),
             self._packed_group_size,
         )
         self._dense = DenseWeight(self._unpacked(placement.dtype)) if placement.keeps_copy else None

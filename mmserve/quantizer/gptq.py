@@ -1,7 +1,10 @@
 """GPTQ (Frantar et al. 2022, arXiv 2210.17323): columns are rounded in turn, those to come make up for the error."""
 
+from math import isfinite
+
 import torch
 
+from mmserve.errors import SetupError
 from mmserve.quantizer.rounding import Form, RoundedMatrix, best_ranges
 
 # Columns whose corrections reach the rest of the matrix in one product; a multiple of every group size.
@@ -28,8 +31,12 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, form: Form, *, damping: float
 
 
 def _inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse, after as much damping as it takes."""
+    """The upper Cholesky factor of the inverse, after as much damping as it takes. Raises `SetupError`."""
     mean = float(gram.diagonal().mean()) or 1.0
+    if not isfinite(mean):
+        raise SetupError(
+            "model_unavailable", "what the model computes of the texts is not finite: its weights are too large"
+        )
     while True:
         damped = gram.clone()
         damped.diagonal().add_(damping * mean)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from mmserve.quantizer.block import INPUTS
 from mmserve.quantizer.settings import NUM_BITS, QuantizeSettings
+from mmserve.quantizer.states import save_tensors
 
 SHARD_BYTES = 4 * 1024**3
 # The config.json is written anew, and the weights are.
@@ -88,7 +88,7 @@ def write_shards(tensors: Iterable[tuple[str, torch.Tensor]], out: Path, *, max_
         file = out / _unfinished(len(shards))
         file.touch()
         mode = file.stat().st_mode
-        save_file(held, file, metadata={"format": "pt"})
+        save_tensors(held, file, {"format": "pt"})
         # safetensors makes files that only their owner can read.
         file.chmod(mode)
         shards.append(sorted(held))

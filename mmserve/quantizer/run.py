@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mmserve.config import ModelConfig
-from mmserve.errors import RequestError
+from mmserve.errors import RequestError, SetupError
 from mmserve.quantization.registry import quantization_config as stored_quantization
 from mmserve.quantizer.block import DecoderBlock, Rounding, Tensors, as_it_is
 from mmserve.quantizer.inputs import LayerInputs, Stream, batches_of
@@ -79,7 +79,9 @@ class ModelQuantizer:
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256()
         digest.update(repr(sorted(self._checkpoint.config.items())).encode())
-        digest.update(self._checkpoint.tensor("model.layers.0.input_layernorm.weight").float().numpy().tobytes())
+        # A matrix of each layer tells fine-tuned models apart.
+        for names in self._layer_names:
+            digest.update(self._checkpoint.tensor(names["self_attn.v_proj.weight"]).float().numpy().tobytes())
         if self._samples is not None:
             digest.update(self._samples.numpy().tobytes())
         return {"digest": digest.hexdigest(), "dtype": str(self._dtype), **asdict(self._settings)}
@@ -93,6 +95,9 @@ class ModelQuantizer:
     def _run(self, on_progress: Progress) -> QuantizedModel:
         num_layers, resumed = self._config.num_layers, self._partial.num_layers_done
         on_progress(resumed, num_layers)
+        if resumed not in (0, num_layers) and self._samples is not None:
+            for kind in self._kinds:
+                self._partial.require_states(kind, resumed, (*self._samples.shape, self._config.hidden_size))
         self._kept = [(layer, group) for layer, group in self._partial.remembered("kept", self._choose_kept)]
         for index in range(resumed, num_layers):
             on_progress(index, num_layers)
@@ -122,10 +127,13 @@ class ModelQuantizer:
         return layer
 
     def _float_layer(self, index: int) -> Tensors:
-        return {
-            inside: self._checkpoint.tensor(name).to(self._device, torch.float32)
-            for inside, name in self._layer_names[index].items()
-        }
+        """Raises `SetupError` for numbers that are not finite."""
+        tensors = {}
+        for inside, name in self._layer_names[index].items():
+            tensors[inside] = self._checkpoint.tensor(name).to(self._device, torch.float32)
+            if not bool(tensors[inside].isfinite().all()):
+                raise SetupError("model_unavailable", f"{name} has numbers that are not finite: the model is damaged")
+        return tensors
 
     def _choose_kept(self) -> list[Group]:
         """What stays as it is: with eight bits some groups of matrices, by what the texts show of their harm."""
