@@ -64,16 +64,20 @@ class PartialRun:
     def held(self) -> Iterator[None]:
         """For whoever goes on with it. Raises `RequestError` while another process does."""
         message = f"another `mmserve quantize` is writing to {self._folder.parent}: wait, or give another folder"
+        busy = RequestError("invalid_request", message, param="output")
         try:
-            # The kernel drops the lock if this process dies.
             lock = (self._folder / "lock").open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, FileNotFoundError):
-            raise RequestError("invalid_request", message, param="output") from None
+        except FileNotFoundError:
+            raise busy from None
         with lock:
-            # It may have finished meanwhile.
+            # The kernel drops the lock if this process dies.
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise busy from None
+            # The other may have finished meanwhile.
             if not self._identity_file.is_file():
-                raise RequestError("invalid_request", message, param="output")
+                raise busy
             yield
 
     @property

@@ -217,7 +217,7 @@ def test_what_cannot_be_done_is_said(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="quantized already"):
         quantizer(tmp_path / "done", tmp_path / "d", "rtn")
     quantizer(llama, tmp_path / "e", "fp8")
-    with pytest.raises(RequestError, match="another model, scheme or calibration"):
+    with pytest.raises(RequestError, match="another model, other texts or other settings"):
         quantizer(llama, tmp_path / "e", "int8")
 
 
