@@ -134,8 +134,10 @@ def misplaced_modules(modules: list[Module]) -> list[str]:
 
 
 def foreign_imports(modules: list[Module]) -> list[str]:
-    """Leaves use the standard library alone; kernels use numpy, torch and triton besides."""
-    allowed = dict.fromkeys(LEAVES, frozenset[str]()) | {"kernels": frozenset({"numpy", "torch", "triton"})}
+    """Leaves use the standard library alone; kernels use numpy, torch and compilers besides."""
+    allowed = dict.fromkeys(LEAVES, frozenset[str]()) | {
+        "kernels": frozenset({"llvmlite", "numba", "numpy", "torch", "triton"})
+    }
     return [
         f"{module.name} imports {name}"
         for module in modules

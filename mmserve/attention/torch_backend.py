@@ -1,7 +1,8 @@
-"""Attention through block tables with PyTorch's own products. The backend of the CPU."""
+"""Attention through block tables with PyTorch's own products, for a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch
 from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
 from mmserve.kernels.cpu import (
+    IntArray,
     causal_attention,
     gather_rows,
     paged_attention_chunk,
@@ -40,10 +42,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TorchAttentionMetadata:
-    """`stored_rows` is where the step's own K and V go."""
+    """`stored` is where the step's own K and V go; it and `groups` are whatever the backend's kernels take."""
 
-    stored_rows: torch.Tensor
-    groups: tuple[DecodeGroup, ...]
+    stored: torch.Tensor
+    groups: tuple[Any, ...]
     chunks: tuple[Chunk, ...]
 
 
@@ -64,7 +66,7 @@ class TorchAttention:
         num_decodes = sum(1 for length in batch.query_lens if length == 1)
         assert all(length == 1 for length in batch.query_lens[:num_decodes]), "single queries come first"
         return TorchAttentionMetadata(
-            store_rows(batch.slots(self._block_size), self._num_kv_heads, self._block_size),
+            self._stored(batch.slots(self._block_size)),
             self._groups(batch, num_decodes),
             self._chunks(batch, num_decodes),
         )
@@ -73,15 +75,25 @@ class TorchAttention:
         metadata = context.attention
         assert isinstance(metadata, TorchAttentionMetadata)
         kv_cache = context.kv_caches[layer.index]
-        num_heads, num_rotated = layer.num_heads, layer.num_heads + self._num_kv_heads
         scales = layer.scales_of(kv_cache)
         if context.fits_scales:
             layer.fit_scales(qkv, self._num_kv_heads)
+        self._rotate_and_store(qkv, layer, context, metadata.stored)
+        out = self._attend(qkv, layer.num_heads, kv_cache, metadata, self._scale * scales.k)
+        return out if scales.v == 1.0 else out.mul_(scales.v)
+
+    def _rotate_and_store(
+        self, qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext, stored: torch.Tensor
+    ) -> None:
+        """In place; keys and values to the layer's cache, too."""
+        kv_cache, num_rotated = context.kv_caches[layer.index], layer.num_heads + self._num_kv_heads
+        scales = layer.scales_of(kv_cache)
         _norm_heads(qkv, num_rotated, layer)
         rotate_(qkv[:, :num_rotated], context.cos, context.sin)
-        store_kv(qkv[:, num_heads:], kv_cache, metadata.stored_rows, scales.k, scales.v)
-        out = self._attend(qkv, num_heads, kv_cache, metadata, self._scale * scales.k)
-        return out if scales.v == 1.0 else out.mul_(scales.v)
+        store_kv(qkv[:, layer.num_heads :], kv_cache, stored, scales.k, scales.v)
+
+    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, group: Any, scale: float) -> torch.Tensor:
+        return paged_attention_decode(q, kv_cache, group.kv_rows, group.mask, scale)
 
     def _attend(
         self,
@@ -94,11 +106,10 @@ class TorchAttention:
         num_rotated = num_heads + self._num_kv_heads
         q = qkv[:, :num_heads]
         if len(metadata.groups) == 1 and not metadata.chunks:
-            group = metadata.groups[0]
-            return paged_attention_decode(q, kv_cache, group.kv_rows, group.mask, scale)
+            return self._decode(q, kv_cache, metadata.groups[0], scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in metadata.groups:
-            out[group.rows] = paged_attention_decode(q[group.rows], kv_cache, group.kv_rows, group.mask, scale)
+            out[group.rows] = self._decode(q[group.rows], kv_cache, group, scale)
         k, v = qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
         for chunk in metadata.chunks:
             out[chunk.rows] = self._attend_chunk(q[chunk.rows], k[chunk.rows], v[chunk.rows], kv_cache, chunk, scale)
@@ -118,7 +129,10 @@ class TorchAttention:
             return causal_attention(q, *heads_first, scale)
         return paged_attention_chunk(q, kv_cache, chunk.kv_rows, chunk.context_len, scale)
 
-    def _groups(self, batch: AttentionBatch, num_decodes: int) -> tuple[DecodeGroup, ...]:
+    def _stored(self, slots: IntArray) -> torch.Tensor:
+        return store_rows(slots, self._num_kv_heads, self._block_size)
+
+    def _groups(self, batch: AttentionBatch, num_decodes: int) -> tuple[Any, ...]:
         """Split where a context is shorter than half of the group's longest, so that padding stays below one half."""
         groups, start = [], 0
         while start < num_decodes:

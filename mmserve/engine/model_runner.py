@@ -18,6 +18,7 @@ from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.engine.step_inputs import InputBuilder, StepInputs
 from mmserve.engine.warm_up import warm_up_batches
 from mmserve.errors import EngineError, SetupError
+from mmserve.kernels.cpu import has_compiled_kernels
 from mmserve.kernels.transfer import to_device
 from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 # By which the scales of an FP8 cache are found.
 _CALIBRATION_TOKENS = 256
 # Rows of logits that are held at once while a prompt is measured.
+# Compiled attention is for heads of a multiple of so many.
+_COMPILED_HEAD_STEP = 32
 _LOGPROB_ROWS = 256
 
 
@@ -300,7 +303,13 @@ class ModelRunner:
                 block_size=self.block_size,
                 device=self.device,
             )
-        return TorchAttention(
+        backend = TorchAttention
+        is_plain = self.dtype is self._cache_dtype is torch.bfloat16
+        if is_plain and config.head_dim % _COMPILED_HEAD_STEP == 0 and has_compiled_kernels():
+            from mmserve.attention.compiled_backend import CompiledAttention
+
+            backend = CompiledAttention
+        return backend(
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=self.block_size,

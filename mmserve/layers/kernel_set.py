@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from mmserve.kernels import reference
+from mmserve.kernels.cpu import has_compiled_kernels
 
 
 class KernelSet(Protocol):
@@ -28,9 +29,13 @@ class KernelSet(Protocol):
 
 
 def kernel_set(device: torch.device) -> KernelSet:
-    """PyTorch's own operations on a CPU, Triton's on a GPU."""
-    if device.type != "cuda":
-        return reference
-    from mmserve.kernels import fused
+    """Triton's on a GPU; on a CPU compiled ones, or PyTorch's own operations where these cannot be."""
+    if device.type == "cuda":
+        from mmserve.kernels import fused
 
-    return fused
+        return fused
+    if not has_compiled_kernels():
+        return reference
+    from mmserve.kernels import cpu_fused
+
+    return cpu_fused

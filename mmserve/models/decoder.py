@@ -91,7 +91,7 @@ class Decoder:
             x, residual = layer(x, residual, self._backend, context)
             if i < len(deepstack):
                 x = x + deepstack[i]
-        return x if residual is None else residual[: len(x)] + x
+        return x if residual is None else residual + x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[N, hidden]` -> `[N, vocab]`."""

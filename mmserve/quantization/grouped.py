@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mmserve.quantization.cpu_few_rows import FewRowsWeight, can_multiply_few_rows
 from mmserve.quantization.cpu_int4 import CpuInt4Weight, can_pack_for_cpu
 from mmserve.quantization.dense import dense_weight
 from mmserve.quantization.gpu_int4 import GpuInt4Weight, can_pack_for_gpu
@@ -16,6 +17,8 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
     if any(not part.is_like(parts[0]) for part in parts):
         return StackedWeights([grouped_weight([part], placement) for part in parts])
     stacked = GroupedInts.stacked(parts)
+    if can_multiply_few_rows(stacked, placement):
+        return _in_order(FewRowsWeight(stacked), stacked.order)
     if can_pack_for_cpu(stacked, placement):
         weight = CpuInt4Weight(stacked, keeps_copy=placement.keeps_copy, is_small=placement.is_small)
         return _in_order(weight, stacked.order)

@@ -1,0 +1,179 @@
+"""Products of a few rows with a quantized matrix, on a CPU: the matrix is read once, as it is packed.
+
+Shapes: T rows, K columns in, N columns out; groups of G columns in share a scale and an offset. Packed are, for each 16
+columns out, group by group: words of 32 bits with 8 numbers of four bits, or 4 of eight, and a word of two bfloat16,
+the scale above the offset. int32 `[N / 16, K / G, G * bits / 32 + 1, 16]`.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba.core import types
+from numba.extending import register_jitable
+
+from mmserve.kernels import simd
+from mmserve.kernels.jit import Kernel, float_bits
+from mmserve.kernels.openmp import scratch, share_of, thread_number
+
+# Rows that are multiplied at once, and chains of additions for each of them, which a processor runs side by side.
+_CHAINS = {4: 2, 2: 2, 1: 4}
+_MAX_ROWS = max(_CHAINS)
+
+
+def pack(numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bits: int) -> torch.Tensor:
+    """`numbers * scales + offsets`: uint8 `[N, K]` below `2 ** bits`, `[N, K / G]` each, rounded to bfloat16.
+
+    N and G are multiples of 16, `bits` is 4 or 8.
+    """
+    out_features, num_groups = scales.shape
+    digits = numbers.view(out_features // simd.LANES, simd.LANES, num_groups, -1, 32 // bits)
+    words = torch.zeros(digits.shape[:-1], dtype=torch.int32)
+    for i in range(32 // bits):
+        words |= digits[..., i].to(torch.int32) << (bits * i)
+    pairs = torch.stack((offsets, scales), dim=-1).bfloat16().view(torch.int32)
+    pairs = pairs.view(-1, simd.LANES, num_groups).transpose(1, 2)
+    return torch.cat((words.permute(0, 2, 3, 1), pairs[:, :, None]), dim=2)
+
+
+def product(x: torch.Tensor, packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """x bfloat16 `[T, K]`, contiguous -> bfloat16 `[T, N]`, accumulated in float32."""
+    num_rows, in_features = x.shape
+    num_blocks, num_groups, _, _ = packed.shape
+    out_features, threads = num_blocks * simd.LANES, torch.get_num_threads()
+    out = x.new_empty(num_rows, out_features)
+    x_row, out_row, group_size = 2 * in_features, 2 * out_features, in_features // num_groups
+    x_at, out_at, packed_at = x.data_ptr(), out.data_ptr(), packed.data_ptr()
+    scratch_at = scratch(threads * _MAX_ROWS * (in_features + num_groups))
+    for size in _CHAINS:
+        while num_rows >= size:
+            kernel = _kernel(size, bits)
+            kernel(threads, x_at, x_row, packed_at, out_at, out_row, scratch_at, num_blocks, num_groups, group_size)
+            x_at, out_at, num_rows = x_at + size * x_row, out_at + size * out_row, num_rows - size
+    return out
+
+
+def compile_product(bits: int) -> None:
+    """Now, rather than when it is needed."""
+    for num_rows in _CHAINS:
+        _kernel(num_rows, bits)
+
+
+@cache
+def _kernel(num_rows: int, bits: int) -> Kernel:
+    num_sums, numbers_of_word = num_rows * _CHAINS[num_rows], 32 // bits
+
+    def kernel(arguments: Any) -> None:
+        x, x_row, packed = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
+        out, out_row, wide = simd.argument(arguments, 3), simd.argument(arguments, 4), simd.argument(arguments, 5)
+        num_blocks, num_groups = simd.argument(arguments, 6), simd.argument(arguments, 7)
+        group_size = simd.argument(arguments, 8)
+        first, last = share_of(num_blocks)
+        if first == last:
+            return
+        wide_row, num_words = 4 * num_groups * (group_size + 1), group_size // numbers_of_word
+        wide += thread_number() * num_rows * wide_row
+        sums = wide + 4 * num_groups * group_size
+        for row in range(num_rows):
+            _widen_groups(x + row * x_row, wide + row * wide_row, sums + row * wide_row, num_groups, group_size)
+        packed += first * num_groups * (num_words + 1) * _WORDS_BYTES
+        for block in range(first, last):
+            totals, column = simd.many_zeros(num_rows), wide
+            for group in range(num_groups):
+                partial = simd.many_zeros(num_sums)
+                for _ in range(num_words):
+                    simd.prefetch(packed)
+                    words = simd.load_ints(packed)
+                    partial = _multiply_words(partial, words, column, wide_row, num_rows, bits)
+                    packed += _WORDS_BYTES
+                    column += 4 * numbers_of_word
+                simd.prefetch(packed)
+                pairs = simd.load_ints(packed)
+                totals = _close_group(totals, partial, pairs, sums + 4 * group, wide_row, bits)
+                packed += _WORDS_BYTES
+            _store_rows(totals, out + simd.VECTOR_BYTES * block, out_row)
+
+    return Kernel(kernel)
+
+
+_WORDS_BYTES = 4 * simd.LANES
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def _widen_groups(x: int, wide: int, sums: int, num_groups: int, group_size: int) -> None:
+    """A row of bfloat16 as float32, and the sum of each group."""
+    for group in range(num_groups):
+        sum_of_group = simd.zeros()
+        for _ in range(0, group_size, simd.LANES):
+            values = simd.load_bfloats(x)
+            simd.store_floats(wide, values)
+            sum_of_group = simd.add(sum_of_group, values)
+            x += simd.VECTOR_BYTES
+            wide += 4 * simd.LANES
+        simd.store_float(sums + 4 * group, simd.total(sum_of_group))
+
+
+@simd.operation(lambda partial, *_: partial, simd.Ints, types.int64, types.int64, num_tuples=1, num_constants=2)
+def _multiply_words(
+    builder: simd.Builder,
+    partial: list[simd.Value],
+    words: simd.Value,
+    columns: simd.Value,
+    row_bytes: simd.Value,
+    num_rows: int,
+    bits: int,
+) -> list[simd.Value]:
+    """Partial sums with the products of the words' numbers and as many columns of each row."""
+    first_bit, mask = 23 - bits, ((1 << bits) - 1) << (23 - bits)
+    power, num_chains = simd.int_lanes(float_bits(_excess(bits))), len(partial) // num_rows
+    for i in range(32 // bits):
+        shift = first_bit - bits * i
+        shifted = builder.shl(words, simd.int_lanes(shift)) if shift > 0 else words
+        shifted = builder.lshr(words, simd.int_lanes(-shift)) if shift < 0 else shifted
+        numbers = builder.bitcast(builder.or_(builder.and_(shifted, simd.int_lanes(mask)), power), simd.FLOATS)
+        column = builder.add(columns, ir.Constant(simd.LONG, 4 * i))
+        for row in range(num_rows):
+            value = simd.emit_splat(builder, simd.emit_load(builder, column, simd.FLOAT))
+            at = row * num_chains + i % num_chains
+            partial[at] = simd.emit_fma(builder, value, numbers, partial[at])
+            column = builder.add(column, row_bytes)
+    return partial
+
+
+@simd.operation(lambda totals, *_: totals, simd.Ints, types.int64, types.int64, num_tuples=2, num_constants=1)
+def _close_group(
+    builder: simd.Builder,
+    totals: list[simd.Value],
+    partial: list[simd.Value],
+    pairs: simd.Value,
+    sums: simd.Value,
+    row_bytes: simd.Value,
+    bits: int,
+) -> list[simd.Value]:
+    """Totals with the products of a group; `sums` of its columns are for the offsets and the numbers' excess."""
+    scales = builder.bitcast(builder.and_(pairs, simd.int_lanes(-1 << 16)), simd.FLOATS)
+    offsets = builder.bitcast(builder.shl(pairs, simd.int_lanes(16)), simd.FLOATS)
+    offsets = simd.emit_fma(builder, simd.float_lanes(-_excess(bits)), scales, offsets)
+    num_chains = len(partial) // len(totals)
+    for row in range(len(totals)):
+        first, *others = partial[row * num_chains : (row + 1) * num_chains]
+        for other in others:
+            first = builder.fadd(first, other)
+        total = simd.emit_fma(builder, scales, first, totals[row])
+        value = simd.emit_splat(builder, simd.emit_load(builder, sums, simd.FLOAT))
+        totals[row] = simd.emit_fma(builder, offsets, value, total)
+        sums = builder.add(sums, row_bytes)
+    return totals
+
+
+@simd.operation(types.void, types.int64, types.int64, num_tuples=1)
+def _store_rows(builder: simd.Builder, totals: list[simd.Value], address: simd.Value, row_bytes: simd.Value) -> None:
+    for total in totals:
+        simd.emit_store_bfloats(builder, address, total)
+        address = builder.add(address, row_bytes)
+
+
+def _excess(bits: int) -> float:
+    """Numbers in the upper bits of the mantissa of this power of two are by as much larger than they are."""
+    return float(1 << bits)

@@ -1,0 +1,59 @@
+"""The threads that PyTorch's own operations run on, for compiled functions."""
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import binding
+from numba.core import types
+from numba.extending import register_jitable
+
+
+def _functions(*names: str) -> list[Any]:
+    """Of the OpenMP that PyTorch is linked with, which a process may have several of. Raises `ImportError`."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return [getattr(library, name) for name in names]
+    except (OSError, AttributeError):
+        raise ImportError("PyTorch's threads are not those of OpenMP as GCC has it") from None
+
+
+_parallel, *_queries = _functions("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_parallel.restype = None
+# Names of our own: the process may have other functions of these names.
+for _name, _query in zip(("mmserve_thread_number", "mmserve_thread_count"), _queries, strict=True):
+    binding.add_symbol(_name, ctypes.cast(_query, ctypes.c_void_p).value)
+_thread_number = types.ExternalFunction("mmserve_thread_number", types.int32())
+_thread_count = types.ExternalFunction("mmserve_thread_count", types.int32())
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def thread_number() -> int:
+    """Which of the threads runs this; 0 outside a parallel region."""
+    return int(_thread_number())
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def share_of(count: int) -> tuple[int, int]:
+    """The part of `count` that is this thread's: from, to."""
+    number, threads = _thread_number(), _thread_count()
+    return count * number // threads, count * (number + 1) // threads
+
+
+def run(function: int, argument: bytes, num_threads: int) -> None:
+    """`function(argument)`, at its address, by so many threads at once, this one among them."""
+    _parallel(function, argument, num_threads, 0)
+
+
+_scratch = threading.local()
+
+
+def scratch(num_floats: int) -> int:
+    """Address of memory that a kernel may use while it runs; every Python thread has its own."""
+    held = getattr(_scratch, "held", None)
+    if held is None or held.numel() < num_floats:
+        held = _scratch.held = torch.empty(num_floats, dtype=torch.float32)
+    return held.data_ptr()

@@ -1,0 +1,56 @@
+"""Attention through block tables with compiled kernels, for a CPU in bfloat16."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mmserve.attention.base import AttentionBatch, AttentionLayer
+from mmserve.attention.context import ForwardContext
+from mmserve.attention.torch_backend import TorchAttention
+from mmserve.kernels.cpu import IntArray
+from mmserve.kernels.cpu_decode import paged_attention_decode
+from mmserve.kernels.cpu_fused import rotate_and_store
+
+
+@dataclass(frozen=True)
+class PagedDecodes:
+    """Rows with one query each, of contexts `[S]` in blocks `[S, max_blocks]`; int64."""
+
+    rows: slice
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+
+
+class CompiledAttention(TorchAttention):
+    """Decoding sequences run together, where their K and V lie; chunks are PyTorch's."""
+
+    def _stored(self, slots: IntArray) -> torch.Tensor:
+        return torch.from_numpy(slots)
+
+    def _rotate_and_store(
+        self, qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext, stored: torch.Tensor
+    ) -> None:
+        rotate_and_store(
+            qkv,
+            context.cos,
+            context.sin,
+            context.kv_caches[layer.index],
+            stored,
+            layer.num_heads,
+            q_weight=layer.q_norm,
+            k_weight=layer.k_norm,
+            eps=layer.norm_eps,
+        )
+
+    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, group: PagedDecodes, scale: float) -> torch.Tensor:
+        return paged_attention_decode(q, kv_cache, group.block_tables, group.context_lens, scale)
+
+    def _groups(self, batch: AttentionBatch, num_decodes: int) -> tuple[PagedDecodes, ...]:
+        if num_decodes == 0:
+            return ()
+        lengths = np.array(batch.context_lens[:num_decodes], dtype=np.int64)
+        tables = np.zeros((num_decodes, self._num_blocks(int(lengths.max()))), dtype=np.int64)
+        for table, row in zip(batch.block_tables, tables, strict=False):
+            row[: len(table)] = table[: len(row)]
+        return (PagedDecodes(slice(0, num_decodes), torch.from_numpy(tables), torch.from_numpy(lengths)),)
