@@ -1,10 +1,10 @@
 """Products of a few rows with a quantized matrix, on a CPU: the matrix is read once, as it is packed.
 
-Shapes: T rows, K columns in, N columns out; groups of G columns in share a scale and an offset. Packed are, for each 16
-columns out, group by group: words of 32 bits with 8 numbers of four bits, or 4 of eight, and a word of two bfloat16,
-the scale above the offset. int32 `[N / 16, K / G, G * bits / 32 + 1, 16]`.
+Shapes: T rows, K columns in, N columns out; groups of G columns in share a scale and an offset.
 """
 
+import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,8 +22,24 @@ _CHAINS = {4: 2, 2: 2, 1: 4}
 _MAX_ROWS = max(_CHAINS)
 
 
-def pack(numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bits: int) -> torch.Tensor:
-    """`numbers * scales + offsets`: uint8 `[N, K]` below `2 ** bits`, `[N, K / G]` each, rounded to bfloat16.
+# The largest factor of a matrix is moved to this power of two, from where float16 is exact for most formats' factors.
+_LARGEST = 14
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """`data` int32 `[N / 16, K / G, G * bits / 32 + 1, 16]` has for each 16 columns out, group by group: words of 32
+    bits with 8 numbers of four bits, or 4 of eight; in float16, 16 scales, and 16 times what the number in the middle
+    of the range stands for. All of it is `factor` times as large.
+    """
+
+    data: torch.Tensor
+    factor: float
+    bits: int
+
+
+def pack(numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bits: int) -> PackedMatrix:
+    """Of `numbers * scales + offsets`: uint8 `[N, K]` below `2 ** bits`, float32 `[N, K / G]` each.
 
     N and G are multiples of 16, `bits` is 4 or 8.
     """
@@ -32,24 +48,28 @@ def pack(numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bit
     words = torch.zeros(digits.shape[:-1], dtype=torch.int32)
     for i in range(32 // bits):
         words |= digits[..., i].to(torch.int32) << (bits * i)
-    pairs = torch.stack((offsets, scales), dim=-1).bfloat16().view(torch.int32)
-    pairs = pairs.view(-1, simd.LANES, num_groups).transpose(1, 2)
-    return torch.cat((words.permute(0, 2, 3, 1), pairs[:, :, None]), dim=2)
+    # The middle is smaller than the offset, and loses less.
+    factors = torch.stack((scales, torch.add(offsets, scales, alpha=1 << (bits - 1))))
+    _, exponent = math.frexp(float(factors.abs().nan_to_num(0.0, 0.0).max()))
+    halves = torch.ldexp(factors, torch.tensor(_LARGEST - exponent)).half()
+    halves = halves.view(2, -1, simd.LANES, num_groups).permute(1, 3, 0, 2).contiguous().view(torch.int32)
+    data = torch.cat((words.permute(0, 2, 3, 1), halves.view(-1, num_groups, 1, simd.LANES)), dim=2)
+    return PackedMatrix(data, math.ldexp(1.0, exponent - _LARGEST), bits)
 
 
-def product(x: torch.Tensor, packed: torch.Tensor, bits: int) -> torch.Tensor:
+def product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
     """x bfloat16 `[T, K]`, contiguous -> bfloat16 `[T, N]`, accumulated in float32."""
     num_rows, in_features = x.shape
-    num_blocks, num_groups, _, _ = packed.shape
+    num_blocks, num_groups, _, _ = matrix.data.shape
     out_features, threads = num_blocks * simd.LANES, torch.get_num_threads()
     out = x.new_empty(num_rows, out_features)
     x_row, out_row, group_size = 2 * in_features, 2 * out_features, in_features // num_groups
-    x_at, out_at, packed_at = x.data_ptr(), out.data_ptr(), packed.data_ptr()
+    x_at, out_at, data_at = x.data_ptr(), out.data_ptr(), matrix.data.data_ptr()
+    sizes = num_blocks, num_groups, group_size, float_bits(matrix.factor)
     scratch_at = scratch(threads * _MAX_ROWS * (in_features + num_groups))
     for size in _CHAINS:
         while num_rows >= size:
-            kernel = _kernel(size, bits)
-            kernel(threads, x_at, x_row, packed_at, out_at, out_row, scratch_at, num_blocks, num_groups, group_size)
+            _kernel(size, matrix.bits)(threads, x_at, x_row, data_at, out_at, out_row, scratch_at, *sizes)
             x_at, out_at, num_rows = x_at + size * x_row, out_at + size * out_row, num_rows - size
     return out
 
@@ -68,7 +88,7 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
         x, x_row, packed = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
         out, out_row, wide = simd.argument(arguments, 3), simd.argument(arguments, 4), simd.argument(arguments, 5)
         num_blocks, num_groups = simd.argument(arguments, 6), simd.argument(arguments, 7)
-        group_size = simd.argument(arguments, 8)
+        group_size, factor = simd.argument(arguments, 8), simd.float_of_bits(simd.argument(arguments, 9))
         first, last = share_of(num_blocks)
         if first == last:
             return
@@ -89,10 +109,9 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
                     packed += _WORDS_BYTES
                     column += 4 * numbers_of_word
                 simd.prefetch(packed)
-                pairs = simd.load_ints(packed)
-                totals = _close_group(totals, partial, pairs, sums + 4 * group, wide_row, bits)
+                totals = _close_group(totals, partial, packed, sums + 4 * group, wide_row, bits)
                 packed += _WORDS_BYTES
-            _store_rows(totals, out + simd.VECTOR_BYTES * block, out_row)
+            _store_rows(totals, out + simd.VECTOR_BYTES * block, out_row, factor)
 
     return Kernel(kernel)
 
@@ -141,20 +160,21 @@ def _multiply_words(
     return partial
 
 
-@simd.operation(lambda totals, *_: totals, simd.Ints, types.int64, types.int64, num_tuples=2, num_constants=1)
+@simd.operation(lambda totals, *_: totals, types.int64, types.int64, types.int64, num_tuples=2, num_constants=1)
 def _close_group(
     builder: simd.Builder,
     totals: list[simd.Value],
     partial: list[simd.Value],
-    pairs: simd.Value,
+    factors: simd.Value,
     sums: simd.Value,
     row_bytes: simd.Value,
     bits: int,
 ) -> list[simd.Value]:
-    """Totals with the products of a group; `sums` of its columns are for the offsets and the numbers' excess."""
-    scales = builder.bitcast(builder.and_(pairs, simd.int_lanes(-1 << 16)), simd.FLOATS)
-    offsets = builder.bitcast(builder.shl(pairs, simd.int_lanes(16)), simd.FLOATS)
-    offsets = simd.emit_fma(builder, simd.float_lanes(-_excess(bits)), scales, offsets)
+    """Totals with the products of a group; `sums` of its columns are for what numbers are counted from."""
+    scales = simd.emit_load_halves(builder, factors)
+    middles = simd.emit_load_halves(builder, builder.add(factors, ir.Constant(simd.LONG, simd.VECTOR_BYTES)))
+    above_middle = _excess(bits) + float(1 << (bits - 1))
+    offsets = simd.emit_fma(builder, simd.float_lanes(-above_middle), scales, middles)
     num_chains = len(partial) // len(totals)
     for row in range(len(totals)):
         first, *others = partial[row * num_chains : (row + 1) * num_chains]
@@ -167,10 +187,13 @@ def _close_group(
     return totals
 
 
-@simd.operation(types.void, types.int64, types.int64, num_tuples=1)
-def _store_rows(builder: simd.Builder, totals: list[simd.Value], address: simd.Value, row_bytes: simd.Value) -> None:
+@simd.operation(types.void, types.int64, types.int64, types.float32, num_tuples=1)
+def _store_rows(
+    builder: simd.Builder, totals: list[simd.Value], address: simd.Value, row_bytes: simd.Value, factor: simd.Value
+) -> None:
+    factors = simd.emit_splat(builder, factor)
     for total in totals:
-        simd.emit_store_bfloats(builder, address, total)
+        simd.emit_store_bfloats(builder, address, builder.fmul(total, factors))
         address = builder.add(address, row_bytes)
 
 

@@ -274,6 +274,12 @@ def emit_load_bfloats(builder: Builder, address: Value) -> Value:
     return builder.bitcast(builder.shl(halves, int_lanes(16)), FLOATS)
 
 
+def emit_load_halves(builder: Builder, address: Value) -> Value:
+    """float16 as float32."""
+    halves = emit_load(builder, address, ir.VectorType(ir.HalfType(), LANES))
+    return builder.fpext(halves, FLOATS)
+
+
 def emit_store_bfloats(builder: Builder, address: Value, values: Value) -> None:
     """Rounded to the nearest, ties to even."""
     bits = builder.bitcast(values, INTS)

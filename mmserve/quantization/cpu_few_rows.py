@@ -31,19 +31,19 @@ def can_multiply_few_rows(ints: GroupedInts, placement: Placement) -> bool:
 
 
 class FewRowsWeight:
-    """Scales and offsets are rounded to bfloat16."""
+    """Scales and offsets are rounded to float16."""
 
     def __init__(self, ints: GroupedInts) -> None:
         from mmserve.kernels import few_rows
 
         self._kernels = few_rows
-        self._bits = 4 if ints.bits <= 4 else 8
-        few_rows.compile_product(self._bits)
-        self._packed = few_rows.pack(ints.numbers, ints.scales, ints.offsets, self._bits)
+        bits = 4 if ints.bits <= 4 else 8
+        few_rows.compile_product(bits)
+        self._packed = few_rows.pack(ints.numbers, ints.scales, ints.offsets, bits)
         self._dense = PrepackedWeight(replace(ints, order=None).dequantized().bfloat16())
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[0] > MAX_PACKED_ROWS:
             return self._dense.apply(x, bias)
-        out = self._kernels.product(x.contiguous(), self._packed, self._bits)
+        out = self._kernels.product(x.contiguous(), self._packed)
         return out if bias is None else out + bias
