@@ -27,12 +27,12 @@ def paged_attention_decode(
     scores_row = -(-max_blocks * block_size // simd.LANES) * simd.LANES
     _kernel(head_dim // simd.LANES)(
         threads,
-        q.data_ptr(),
+        q,
         2 * q.stride(0),
-        kv_cache.data_ptr(),
-        block_tables.data_ptr(),
-        context_lens.data_ptr(),
-        out.data_ptr(),
+        kv_cache,
+        block_tables,
+        context_lens,
+        out,
         scratch(threads * scores_row),
         4 * scores_row,
         num_sequences,
@@ -88,6 +88,7 @@ def _kernel(num_vectors: int) -> Kernel:
                     mixed = simd.accumulate(mixed, simd.load_float(scores + 4 * i), value)
                     value += head_bytes
                 position += block_size
-            simd.store_scaled(mixed, 1 / simd.total(sums), out + unit * head_bytes)
+            share = simd.inverse(simd.total(sums)) if length else simd.float_of_bits(0)
+            simd.store_scaled(mixed, share, out + unit * head_bytes)
 
-    return Kernel(kernel)
+    return Kernel(kernel, num_vectors)

@@ -15,6 +15,7 @@ from mmserve.kernels.openmp import share_of
 from mmserve.kernels.reference import add_layer_norm, apply_rotary, layer_norm
 
 __all__ = [
+    "add",
     "add_layer_norm",
     "add_rms_norm",
     "apply_rotary",
@@ -35,9 +36,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     size = weight.shape[0]
     num_threads = _num_threads(x)
-    _norm_kernel()(
-        num_threads, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, x.numel() // size, size, float_bits(eps)
-    )
+    _norm_kernel()(num_threads, x, 0, weight, out, 0, x.numel() // size, size, float_bits(eps))
     return out
 
 
@@ -50,11 +49,11 @@ def add_rms_norm(
     size = weight.shape[0]
     _norm_kernel()(
         _num_threads(x),
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        total.data_ptr(),
+        x,
+        residual,
+        weight,
+        out,
+        total,
         x.numel() // size,
         size,
         float_bits(eps),
@@ -62,12 +61,20 @@ def add_rms_norm(
     return out, total
 
 
+def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    if not (_takes(x) and _takes(residual)) or x.numel() % simd.LANES:
+        return reference.add(x, residual)
+    out = torch.empty_like(x)
+    _add_kernel()(_num_threads(x), x, residual, out, x.numel() // simd.LANES)
+    return out
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     num_rows, size = x.shape[0], x.shape[1] // 2
     if not _takes(x) or size % simd.LANES:
         return reference.silu_and_mul(x)
     out = x.new_empty(num_rows, size)
-    _silu_kernel()(_num_threads(x), x.data_ptr(), out.data_ptr(), num_rows, size)
+    _silu_kernel()(_num_threads(x), x, out, num_rows, size)
     return out
 
 
@@ -88,28 +95,25 @@ def rotate_and_store(
     num_kv_heads, block_size = kv_cache.shape[2:4]
     _rotary_kernel()(
         _num_threads(qkv),
-        qkv.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        kv_cache.data_ptr(),
-        slot_mapping.data_ptr(),
+        qkv,
+        cos,
+        sin,
+        kv_cache,
+        slot_mapping,
         num_tokens,
         num_heads,
         num_kv_heads,
         head_dim,
         block_size,
-        0 if q_weight is None else q_weight.data_ptr(),
-        0 if k_weight is None else k_weight.data_ptr(),
+        *((0, 0) if q_weight is None or k_weight is None else (q_weight, k_weight)),
         float_bits(eps),
     )
 
 
 def _takes(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
-    return (
-        x.dtype is torch.bfloat16
-        and x.is_contiguous()
-        and (weight is None or (weight.dtype is torch.bfloat16 and len(weight) % simd.LANES == 0))
-    )
+    if weight is not None and not (_takes(weight) and len(weight) % simd.LANES == 0):
+        return False
+    return x.dtype is torch.bfloat16 and x.is_contiguous()
 
 
 def _num_threads(x: torch.Tensor) -> int:
@@ -142,6 +146,17 @@ def _norm_kernel() -> Kernel:
             for i in range(0, 2 * size, _VECTOR):
                 values = simd.multiply(simd.load_bfloats(normed + i), factor)
                 simd.store_bfloats(out + at + i, simd.multiply(values, simd.load_bfloats(weight + i)))
+
+    return Kernel(kernel)
+
+
+@cache
+def _add_kernel() -> Kernel:
+    def kernel(arguments: Any) -> None:
+        x, residual, out = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
+        first, last = share_of(simd.argument(arguments, 3))
+        for i in range(first * _VECTOR, last * _VECTOR, _VECTOR):
+            simd.store_bfloats(out + i, simd.add(simd.load_bfloats(x + i), simd.load_bfloats(residual + i)))
 
     return Kernel(kernel)
 

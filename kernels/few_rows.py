@@ -18,7 +18,7 @@ from mmserve.kernels.jit import Kernel, float_bits
 from mmserve.kernels.openmp import scratch, share_of, thread_number
 
 # Rows that are multiplied at once, and chains of additions for each of them, which a processor runs side by side.
-_CHAINS = {4: 2, 2: 2, 1: 4}
+_CHAINS = {1: 4, 2: 2, 4: 2, 8: 1}
 _MAX_ROWS = max(_CHAINS)
 
 
@@ -41,43 +41,48 @@ class PackedMatrix:
 def pack(numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bits: int) -> PackedMatrix:
     """Of `numbers * scales + offsets`: uint8 `[N, K]` below `2 ** bits`, float32 `[N, K / G]` each.
 
-    N and G are multiples of 16, `bits` is 4 or 8.
+    N and G are multiples of 16. Fewer bits than four, or eight, are held as so many, in the middle of their range.
     """
     out_features, num_groups = scales.shape
-    digits = numbers.view(out_features // simd.LANES, simd.LANES, num_groups, -1, 32 // bits)
+    width = 4 if bits <= 4 else 8
+    digits = numbers.view(out_features // simd.LANES, simd.LANES, num_groups, -1, 32 // width)
     words = torch.zeros(digits.shape[:-1], dtype=torch.int32)
-    for i in range(32 // bits):
-        words |= digits[..., i].to(torch.int32) << (bits * i)
+    for i in range(32 // width):
+        words |= (digits[..., i].to(torch.int32) + ((1 << (width - 1)) - (1 << (bits - 1)))) << (width * i)
     # The middle is smaller than the offset, and loses less.
     factors = torch.stack((scales, torch.add(offsets, scales, alpha=1 << (bits - 1))))
     _, exponent = math.frexp(float(factors.abs().nan_to_num(0.0, 0.0).max()))
     halves = torch.ldexp(factors, torch.tensor(_LARGEST - exponent)).half()
-    halves = halves.view(2, -1, simd.LANES, num_groups).permute(1, 3, 0, 2).contiguous().view(torch.int32)
+    halves = halves.view(2, -1, simd.LANES, num_groups).permute(1, 3, 0, 2).flatten().view(torch.int32)
     data = torch.cat((words.permute(0, 2, 3, 1), halves.view(-1, num_groups, 1, simd.LANES)), dim=2)
-    return PackedMatrix(data, math.ldexp(1.0, exponent - _LARGEST), bits)
+    return PackedMatrix(data, math.ldexp(1.0, exponent - _LARGEST), width)
 
 
-def product(x: torch.Tensor, matrix: PackedMatrix) -> torch.Tensor:
-    """x bfloat16 `[T, K]`, contiguous -> bfloat16 `[T, N]`, accumulated in float32."""
+def product(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x bfloat16 `[T, K]`, contiguous, bias `[N]` -> bfloat16 `[T, N]`, accumulated in float32."""
     num_rows, in_features = x.shape
     num_blocks, num_groups, _, _ = matrix.data.shape
     out_features, threads = num_blocks * simd.LANES, torch.get_num_threads()
-    out = x.new_empty(num_rows, out_features)
-    x_row, out_row, group_size = 2 * in_features, 2 * out_features, in_features // num_groups
-    x_at, out_at, data_at = x.data_ptr(), out.data_ptr(), matrix.data.data_ptr()
-    sizes = num_blocks, num_groups, group_size, float_bits(matrix.factor)
-    scratch_at = scratch(threads * _MAX_ROWS * (in_features + num_groups))
-    for size in _CHAINS:
-        while num_rows >= size:
-            _kernel(size, matrix.bits)(threads, x_at, x_row, data_at, out_at, out_row, scratch_at, *sizes)
-            x_at, out_at, num_rows = x_at + size * x_row, out_at + size * out_row, num_rows - size
-    return out
+    pieces = [(start, *_piece(num_rows - start)) for start in range(0, num_rows, _MAX_ROWS)]
+    out = x.new_empty(pieces[-1][0] + pieces[-1][2], out_features)
+    sizes = num_blocks, num_groups, in_features // num_groups, float_bits(matrix.factor)
+    wide, added = scratch(threads * _MAX_ROWS * (in_features + num_groups)), 0 if bias is None else bias
+    for start, valid, size in pieces:
+        rows, outs = (x[start:], out[start:]) if start else (x, out)
+        _kernel(size, matrix.bits)(threads, rows, valid, matrix.data, outs, wide, *sizes, added)
+    return out if len(out) == num_rows else out[:num_rows]
 
 
-def compile_product(bits: int) -> None:
+def _piece(num_left: int) -> tuple[int, int]:
+    """How many of the rows left are multiplied next, and of the kernel for how many."""
+    num_next = min(num_left, _MAX_ROWS)
+    return num_next, next(size for size in _CHAINS if size >= num_next)
+
+
+def compile_product(matrix: PackedMatrix) -> None:
     """Now, rather than when it is needed."""
     for num_rows in _CHAINS:
-        _kernel(num_rows, bits)
+        _kernel(num_rows, matrix.bits)
 
 
 @cache
@@ -85,10 +90,10 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
     num_sums, numbers_of_word = num_rows * _CHAINS[num_rows], 32 // bits
 
     def kernel(arguments: Any) -> None:
-        x, x_row, packed = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-        out, out_row, wide = simd.argument(arguments, 3), simd.argument(arguments, 4), simd.argument(arguments, 5)
-        num_blocks, num_groups = simd.argument(arguments, 6), simd.argument(arguments, 7)
-        group_size, factor = simd.argument(arguments, 8), simd.float_of_bits(simd.argument(arguments, 9))
+        x, num_valid, packed = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
+        out, wide, num_blocks = simd.argument(arguments, 3), simd.argument(arguments, 4), simd.argument(arguments, 5)
+        num_groups, group_size = simd.argument(arguments, 6), simd.argument(arguments, 7)
+        factor, bias = simd.float_of_bits(simd.argument(arguments, 8)), simd.argument(arguments, 9)
         first, last = share_of(num_blocks)
         if first == last:
             return
@@ -96,7 +101,9 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
         wide += thread_number() * num_rows * wide_row
         sums = wide + 4 * num_groups * group_size
         for row in range(num_rows):
-            _widen_groups(x + row * x_row, wide + row * wide_row, sums + row * wide_row, num_groups, group_size)
+            # Rows past the last are there to be worked on, whatever they hold.
+            x_at = x + min(row, num_valid - 1) * 2 * num_groups * group_size
+            _widen_groups(x_at, wide + row * wide_row, sums + row * wide_row, num_groups, group_size)
         packed += first * num_groups * (num_words + 1) * _WORDS_BYTES
         for block in range(first, last):
             totals, column = simd.many_zeros(num_rows), wide
@@ -111,9 +118,12 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
                 simd.prefetch(packed)
                 totals = _close_group(totals, partial, packed, sums + 4 * group, wide_row, bits)
                 packed += _WORDS_BYTES
-            _store_rows(totals, out + simd.VECTOR_BYTES * block, out_row, factor)
+            added = simd.zeros()
+            if bias != 0:
+                added = simd.load_bfloats(bias + simd.VECTOR_BYTES * block)
+            _store_rows(totals, out + simd.VECTOR_BYTES * block, simd.VECTOR_BYTES * num_blocks, factor, added)
 
-    return Kernel(kernel)
+    return Kernel(kernel, num_rows, bits)
 
 
 _WORDS_BYTES = 4 * simd.LANES
@@ -187,13 +197,18 @@ def _close_group(
     return totals
 
 
-@simd.operation(types.void, types.int64, types.int64, types.float32, num_tuples=1)
+@simd.operation(types.void, types.int64, types.int64, types.float32, simd.Floats, num_tuples=1)
 def _store_rows(
-    builder: simd.Builder, totals: list[simd.Value], address: simd.Value, row_bytes: simd.Value, factor: simd.Value
+    builder: simd.Builder,
+    totals: list[simd.Value],
+    address: simd.Value,
+    row_bytes: simd.Value,
+    factor: simd.Value,
+    added: simd.Value,
 ) -> None:
     factors = simd.emit_splat(builder, factor)
     for total in totals:
-        simd.emit_store_bfloats(builder, address, builder.fmul(total, factors))
+        simd.emit_store_bfloats(builder, address, simd.emit_fma(builder, total, factors, added))
         address = builder.add(address, row_bytes)
 
 

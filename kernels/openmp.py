@@ -20,14 +20,22 @@ def _functions(*names: str) -> list[Any]:
         raise ImportError("PyTorch's threads are not those of OpenMP as GCC has it") from None
 
 
-_parallel, *_queries = _functions("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_parallel, *_called = _functions("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
 _parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 _parallel.restype = None
 # Names of our own: the process may have other functions of these names.
-for _name, _query in zip(("mmserve_thread_number", "mmserve_thread_count"), _queries, strict=True):
-    binding.add_symbol(_name, ctypes.cast(_query, ctypes.c_void_p).value)
-_thread_number = types.ExternalFunction("mmserve_thread_number", types.int32())
-_thread_count = types.ExternalFunction("mmserve_thread_count", types.int32())
+_NAMES = ("mmserve_barrier", "mmserve_thread_number", "mmserve_thread_count")
+for _name, _function in zip(_NAMES, _called, strict=True):
+    binding.add_symbol(_name, ctypes.cast(_function, ctypes.c_void_p).value)
+_barrier = types.ExternalFunction(_NAMES[0], types.void())
+_thread_number = types.ExternalFunction(_NAMES[1], types.int32())
+_thread_count = types.ExternalFunction(_NAMES[2], types.int32())
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def barrier() -> None:
+    """All threads of a parallel region wait for each other."""
+    _barrier()
 
 
 @register_jitable  # type: ignore[untyped-decorator]
@@ -51,9 +59,9 @@ def run(function: int, argument: bytes, num_threads: int) -> None:
 _scratch = threading.local()
 
 
-def scratch(num_floats: int) -> int:
-    """Address of memory that a kernel may use while it runs; every Python thread has its own."""
-    held = getattr(_scratch, "held", None)
+def scratch(num_floats: int) -> torch.Tensor:
+    """Memory that a kernel may use while it runs; every Python thread has its own."""
+    held: torch.Tensor | None = getattr(_scratch, "held", None)
     if held is None or held.numel() < num_floats:
         held = _scratch.held = torch.empty(num_floats, dtype=torch.float32)
-    return held.data_ptr()
+    return held

@@ -48,6 +48,11 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return rotated if rotated.dtype is x.dtype else rotated.to(x.dtype)
 
 
+def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The sum, of one dtype."""
+    return residual + x
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` where x is gate and up side by side, `[T, 2 * I]` -> `[T, I]` (Shazeer 2020)."""
     gate, up = x.chunk(2, dim=-1)

@@ -96,6 +96,13 @@ def float_of_bits(builder: Builder, bits: Value) -> Value:
     return builder.bitcast(builder.trunc(bits, INT), FLOAT)
 
 
+@operation(types.void, types.int64, types.int64)
+def call(builder: Builder, function: Value, argument: Value) -> None:
+    """`function(argument)`, both addresses."""
+    pointer = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer()]).as_pointer()
+    builder.call(builder.inttoptr(function, pointer), [builder.inttoptr(argument, _BYTE.as_pointer())])
+
+
 @operation(types.int64, types.int64)
 def load_int64(builder: Builder, address: Value) -> Value:
     return emit_load(builder, address, LONG)
@@ -192,6 +199,11 @@ def inverse_root(builder: Builder, value: Value) -> Value:
     return builder.fdiv(ir.Constant(FLOAT, 1.0), root)
 
 
+@operation(types.float32, types.float32)
+def inverse(builder: Builder, value: Value) -> Value:
+    return builder.fdiv(ir.Constant(FLOAT, 1.0), value)
+
+
 @operation(types.float32)
 def infinity(_: Builder) -> Value:
     return ir.Constant(FLOAT, float("inf"))
@@ -201,12 +213,13 @@ def infinity(_: Builder) -> Value:
 def exp(builder: Builder, x: Value) -> Value:
     """`2 ** n * e ** r`, r being at most half of ln 2: seven terms of its series, 3e-7 off at most.
 
-    0 below -87; above 88 as at 88. ln 2 is subtracted in two parts, so that r is exact (Cody and Waite 1980).
+    0 below -87, infinity above 88. ln 2 is subtracted in two parts, so that r is exact (Cody and Waite 1980).
     """
     low, high = float_lanes(-87.0), float_lanes(88.0)
     is_low = builder.fcmp_ordered("<", x, low)
     bounded = builder.select(is_low, low, x)
-    bounded = builder.select(builder.fcmp_ordered(">", bounded, high), high, bounded)
+    is_high = builder.fcmp_ordered(">", bounded, high)
+    bounded = builder.select(is_high, high, bounded)
     turns = builder.fmul(bounded, float_lanes(1.44269504))
     n = builder.call(_function(builder, "llvm.nearbyint.v16f32", FLOATS, FLOATS), [turns])
     rest = emit_fma(builder, n, float_lanes(-0.693359375), bounded)
@@ -215,7 +228,8 @@ def exp(builder: Builder, x: Value) -> Value:
     for term in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
         series = emit_fma(builder, series, rest, float_lanes(term))
     exponent = builder.shl(builder.add(builder.fptosi(n, INTS), int_lanes(127)), int_lanes(23))
-    return builder.select(is_low, _ZEROS, builder.fmul(series, builder.bitcast(exponent, FLOATS)))
+    power = builder.select(is_low, _ZEROS, builder.fmul(series, builder.bitcast(exponent, FLOATS)))
+    return builder.select(is_high, float_lanes(float("inf")), power)
 
 
 @operation(lambda count: UniTuple(Floats, count), num_constants=1)

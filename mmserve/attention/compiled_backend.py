@@ -7,7 +7,7 @@ import torch
 
 from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
-from mmserve.attention.torch_backend import TorchAttention
+from mmserve.attention.torch_backend import TorchAttention, TorchAttentionMetadata
 from mmserve.kernels.cpu import IntArray
 from mmserve.kernels.cpu_decode import paged_attention_decode
 from mmserve.kernels.cpu_fused import rotate_and_store
@@ -20,6 +20,13 @@ class PagedDecodes:
     rows: slice
     block_tables: torch.Tensor
     context_lens: torch.Tensor
+
+
+def decode_metadata(
+    slots: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor
+) -> TorchAttentionMetadata:
+    """Of S sequences with one query each, in tensors that may be filled anew from step to step; int64."""
+    return TorchAttentionMetadata(slots, (PagedDecodes(slice(0, len(slots)), block_tables, context_lens),), ())
 
 
 class CompiledAttention(TorchAttention):

@@ -36,6 +36,7 @@ from mmserve.weights.loader import WeightReader
 if TYPE_CHECKING:
     # Needs Triton, which a CPU build of torch does not bring.
     from mmserve.engine.cuda_graph import DecodeGraphs, DecodeTensors
+    from mmserve.engine.recorded_step import RecordedStep
 
 
 # By which the scales of an FP8 cache are found.
@@ -99,7 +100,7 @@ class ModelRunner:
         self._inputs = InputBuilder(has_multiple_axes=self._has_multiple_axes)
         self._sampled_rows: dict[Sequence, int] = {}
         self._sampled_ids = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=self.device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: DecodeGraphs | RecordedStep | None = None
         wanted = wanted_context(config, self.model_config.max_context)
         self._rotary = self._rotary_table(wanted)
         bytes_per_block = KVCache.bytes_per_block(self.model_config, self.block_size, self._cache_dtype)
@@ -192,8 +193,8 @@ class ModelRunner:
             scheduler, max_model_len=self.max_model_len, block_size=self.block_size, on_gpu=on_gpu
         ):
             self.run(batch).take()
-        if on_gpu and not self._config.enforce_eager:
-            self._graphs = self._capture()
+        if not self._config.enforce_eager:
+            self._graphs = self._capture() if on_gpu else self._record()
 
     @torch.inference_mode()
     def _fit_kv_scales(self) -> None:
@@ -231,6 +232,23 @@ class ModelRunner:
         from mmserve.kernels.sampling import argmax
 
         return argmax(logits)
+
+    @torch.inference_mode()
+    def _record(self) -> "RecordedStep | None":
+        """None where not all of a step is compiled kernels."""
+        if not self._has_compiled_attention:
+            return None
+        from mmserve.engine.recorded_step import RecordedStep
+
+        step = RecordedStep(
+            self._model,
+            self._rotary,
+            self.kv_cache.layers,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_axes=3 if self._has_multiple_axes else 1,
+        )
+        return step if step.is_complete else None
 
     @torch.inference_mode()
     def _capture(self) -> "DecodeGraphs":
@@ -291,6 +309,11 @@ class ModelRunner:
             device=self.device,
         )
 
+    @property
+    def _has_compiled_attention(self) -> bool:
+        is_plain = self.device.type == "cpu" and self.dtype is self._cache_dtype is torch.bfloat16
+        return is_plain and self.model_config.head_dim % _COMPILED_HEAD_STEP == 0 and has_compiled_kernels()
+
     def _attention_backend(self) -> AttentionBackend:
         config = self.model_config
         if self.device.type == "cuda":
@@ -304,8 +327,7 @@ class ModelRunner:
                 device=self.device,
             )
         backend = TorchAttention
-        is_plain = self.dtype is self._cache_dtype is torch.bfloat16
-        if is_plain and config.head_dim % _COMPILED_HEAD_STEP == 0 and has_compiled_kernels():
+        if self._has_compiled_attention:
             from mmserve.attention.compiled_backend import CompiledAttention
 
             backend = CompiledAttention

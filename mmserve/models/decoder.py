@@ -67,6 +67,7 @@ class Decoder:
 
     def __init__(self, loader: LayerLoader, config: ModelConfig, backend: AttentionBackend) -> None:
         self._backend = backend
+        self._kernels = loader.kernels
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = loader.embedding("model.embed_tokens", shape)
         self._layers = [DecoderLayer(loader, f"model.layers.{i}", config, i) for i in range(config.num_layers)]
@@ -91,7 +92,7 @@ class Decoder:
             x, residual = layer(x, residual, self._backend, context)
             if i < len(deepstack):
                 x = x + deepstack[i]
-        return x if residual is None else residual + x
+        return x if residual is None else self._kernels.add(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[N, hidden]` -> `[N, vocab]`."""
