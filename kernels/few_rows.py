@@ -64,7 +64,7 @@ def product(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = N
     num_blocks, num_groups, _, _ = matrix.data.shape
     out_features, threads = num_blocks * simd.LANES, torch.get_num_threads()
     pieces = [(start, *_piece(num_rows - start)) for start in range(0, num_rows, _MAX_ROWS)]
-    out = x.new_empty(pieces[-1][0] + pieces[-1][2], out_features)
+    out = x.new_empty(sum(size for _, _, size in pieces), out_features)
     sizes = num_blocks, num_groups, in_features // num_groups, float_bits(matrix.factor)
     wide, added = scratch(threads * _MAX_ROWS * (in_features + num_groups)), 0 if bias is None else bias
     for start, valid, size in pieces:

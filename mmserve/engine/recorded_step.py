@@ -23,9 +23,10 @@ class DecoderModel(Protocol):
 
 
 class RecordedStep:
-    """What the model's kernels did for a token at a place of its own, done again for others.
+    """What the model's kernels did for one token, done again for others.
 
-    A model with layers that PyTorch computes cannot be recorded: `is_complete` says so.
+    A model with layers that PyTorch computes cannot be recorded: `is_complete` says so. Its output layer may be
+    PyTorch's.
     """
 
     def __init__(
@@ -51,13 +52,15 @@ class RecordedStep:
         self._cos, self._sin = (x.clone() for x in rotary.at(positions))
         metadata = decode_metadata(self._slot, self._table, self._context_len)
         context = ForwardContext(self._cos, self._sin, kv_caches, metadata)
-        self._recording = Recording()
-        with self._recording.record():
-            self._logits = model.logits(model.forward(self._embedded, context))
+        self._layers, self._head = Recording(), Recording()
+        with self._layers.record():
+            self._hidden = model.forward(self._embedded, context)
+        with self._head.record():
+            self._logits = model.logits(self._hidden)
 
     @property
     def is_complete(self) -> bool:
-        return self._recording.is_complete
+        return self._layers.is_complete
 
     def takes(self, inputs: StepInputs) -> bool:
         return inputs.is_decode and len(inputs.rows) == 1 and torch.get_num_threads() == self._num_threads
@@ -72,5 +75,8 @@ class RecordedStep:
         self._table.numpy()[0, : len(table)] = table
         self._slot.numpy()[:] = attention.slots(self._block_size)
         self._context_len.numpy()[:] = attention.context_lens
-        self._recording.replay(self._num_threads)
+        self._layers.replay(self._num_threads)
+        if not self._head.is_complete:
+            return self._model.logits(self._hidden), None
+        self._head.replay(self._num_threads)
         return self._logits, None

@@ -175,6 +175,14 @@ def test_tables_may_be_wider_than_any_context() -> None:
     assert torch.equal(case.run(), expected)
 
 
+def test_an_empty_context_gives_zeros() -> None:
+    case = Decode([20, 5])
+    case.lengths[1] = 0
+    out = case.run()
+    assert is_rounded_once(out, case.exact(), SLACK)
+    assert not bool(out[1].any())
+
+
 def test_callers_at_the_same_time_do_not_meet() -> None:
     """Each has memory of its own for the scores."""
     cases = [Decode([90, 20]), Decode([700]), Decode([33] * 5)]

@@ -1,6 +1,7 @@
 """Where compiled kernels are kept, on whose threads they run, and what a CPU gets without them."""
 
 import ctypes
+import errno
 import os
 import runpy
 import subprocess
@@ -79,6 +80,14 @@ def test_a_kernel_is_compiled_anew_where_what_it_calls_has_changed(
     assert hits(compiled_again(cpu_fused._silu_kernel)) == 1
 
 
+def test_kernels_run_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("numba.core.caching._CacheLocator.ensure_cache_path", refuse)
+    assert hits(compiled_again(cpu_fused._silu_kernel)) == 0
+
+
 @pytest.mark.parametrize("module", [simd, openmp])
 def test_the_digest_is_of_the_sources(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest, copy = jit._digest.__wrapped__, tmp_path / "copy.py"
@@ -135,7 +144,7 @@ def test_without_compiled_kernels_pytorch_runs_its_own(monkeypatch: pytest.Monke
 
 def test_the_compiled_set_is_whole() -> None:
     names = [name for name in vars(kernel_set.KernelSet) if not name.startswith("_")]
-    assert len(names) == 6
+    assert len(names) == 7
     assert all(callable(getattr(module, name)) for name in names for module in (cpu_fused, reference))
 
 
@@ -163,7 +172,7 @@ def test_threads_share_all_and_nothing_twice(num_threads: int, count: int) -> No
 
 def test_scratch_grows_and_is_every_threads_own() -> None:
     def addresses() -> list[int]:
-        return [openmp.scratch(size) for size in (100, 50, 1 << 20, 100)]
+        return [openmp.scratch(size).data_ptr() for size in (100, 50, 1 << 20, 100)]
 
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(addresses).result()
@@ -171,4 +180,4 @@ def test_scratch_grows_and_is_every_threads_own() -> None:
         assert small == smaller
         assert large == again
         assert not {small, large} & set(theirs)
-        assert pool.submit(openmp.scratch, 10).result() == theirs[-1]
+        assert pool.submit(openmp.scratch, 10).result().data_ptr() == theirs[-1]

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from compiled_kernels import random_bfloats
@@ -56,7 +55,7 @@ def test_exp_beyond_its_bounds() -> None:
     out = run(_exp, torch.cat((x, torch.zeros(4))), torch.float32)
     assert not bool(out[:5].any())
     assert out[5:7].tolist() == [1.0, 1.0]
-    assert out[7:10].tolist() == pytest.approx([np.exp(88.0)] * 3, rel=1e-6)
+    assert bool(out[7:10].isposinf().all())
     assert bool(out[10:12].isnan().all())
 
 

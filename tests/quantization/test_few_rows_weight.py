@@ -68,6 +68,14 @@ def test_the_packed_product_loses_nothing_but_its_own_rounding(kind: str) -> Non
     assert bool(((out.double() - exact).abs() <= 2.0**-8 * exact.abs() + slack).all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_one_sign(kind: str) -> None:
+    """The errors of what numbers are counted from add up."""
+    ints, x = stored(kind), torch.rand(2, IN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = x.double() @ ints.dequantized().double().T
+    assert float((FewRowsWeight(ints).apply(x, None).double() - exact).norm() / exact.norm()) < 3e-3
+
+
 def test_rows_need_not_lie_side_by_side() -> None:
     weight = FewRowsWeight(stored("Q4_K"))
     x = torch.randn(3, 2 * IN, generator=torch.Generator().manual_seed(0)).bfloat16()
