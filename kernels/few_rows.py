@@ -73,6 +73,17 @@ def product(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = N
     return out if len(out) == num_rows else out[:num_rows]
 
 
+def transposed(matrix: PackedMatrix, start: int, stop: int) -> torch.Tensor:
+    """The rows `start` to `stop` of the matrix, multiples of 16, as columns of a bfloat16 `[K, stop - start]`."""
+    num_groups, words_of_group = matrix.data.shape[1:3]
+    group_size = (words_of_group - 1) * 32 // matrix.bits
+    out = torch.empty(num_groups * group_size, stop - start, dtype=torch.bfloat16)
+    blocks = matrix.data[start // simd.LANES : stop // simd.LANES]
+    sizes = len(blocks), num_groups, group_size, float_bits(matrix.factor)
+    _unpack_kernel(matrix.bits)(torch.get_num_threads(), blocks, out, *sizes)
+    return out
+
+
 def _piece(num_left: int) -> tuple[int, int]:
     """How many of the rows left are multiplied next, and of the kernel for how many."""
     num_next = min(num_left, _MAX_ROWS)
@@ -83,6 +94,7 @@ def compile_product(matrix: PackedMatrix) -> None:
     """Now, rather than when it is needed."""
     for num_rows in _CHAINS:
         _kernel(num_rows, matrix.bits)
+    _unpack_kernel(matrix.bits)
 
 
 @cache
@@ -126,6 +138,29 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
     return Kernel(kernel, num_rows, bits)
 
 
+@cache
+def _unpack_kernel(bits: int) -> Kernel:
+    numbers_of_word = 32 // bits
+
+    def kernel(arguments: Any) -> None:
+        packed, out, num_blocks = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
+        num_groups, group_size = simd.argument(arguments, 3), simd.argument(arguments, 4)
+        factor = simd.splat(simd.float_of_bits(simd.argument(arguments, 5)))
+        first, last = share_of(num_blocks)
+        row_bytes, num_words = simd.VECTOR_BYTES * num_blocks, group_size // numbers_of_word
+        packed += first * num_groups * (num_words + 1) * _WORDS_BYTES
+        for block in range(first, last):
+            column = out + simd.VECTOR_BYTES * block
+            for _ in range(num_groups):
+                factors = packed + num_words * _WORDS_BYTES
+                for at in range(packed, factors, _WORDS_BYTES):
+                    _store_columns(simd.load_ints(at), factors, factor, column, row_bytes, bits)
+                    column += numbers_of_word * row_bytes
+                packed = factors + _WORDS_BYTES
+
+    return Kernel(kernel, bits)
+
+
 _WORDS_BYTES = 4 * simd.LANES
 
 
@@ -154,13 +189,9 @@ def _multiply_words(
     bits: int,
 ) -> list[simd.Value]:
     """Partial sums with the products of the words' numbers and as many columns of each row."""
-    first_bit, mask = 23 - bits, ((1 << bits) - 1) << (23 - bits)
-    power, num_chains = simd.int_lanes(float_bits(_excess(bits))), len(partial) // num_rows
+    num_chains = len(partial) // num_rows
     for i in range(32 // bits):
-        shift = first_bit - bits * i
-        shifted = builder.shl(words, simd.int_lanes(shift)) if shift > 0 else words
-        shifted = builder.lshr(words, simd.int_lanes(-shift)) if shift < 0 else shifted
-        numbers = builder.bitcast(builder.or_(builder.and_(shifted, simd.int_lanes(mask)), power), simd.FLOATS)
+        numbers = _emit_numbers(builder, words, i, bits)
         column = builder.add(columns, ir.Constant(simd.LONG, 4 * i))
         for row in range(num_rows):
             value = simd.emit_splat(builder, simd.emit_load(builder, column, simd.FLOAT))
@@ -181,10 +212,7 @@ def _close_group(
     bits: int,
 ) -> list[simd.Value]:
     """Totals with the products of a group; `sums` of its columns are for what numbers are counted from."""
-    scales = simd.emit_load_halves(builder, factors)
-    middles = simd.emit_load_halves(builder, builder.add(factors, ir.Constant(simd.LONG, simd.VECTOR_BYTES)))
-    above_middle = _excess(bits) + float(1 << (bits - 1))
-    offsets = simd.emit_fma(builder, simd.float_lanes(-above_middle), scales, middles)
+    scales, offsets = _emit_factors(builder, factors, bits)
     num_chains = len(partial) // len(totals)
     for row in range(len(totals)):
         first, *others = partial[row * num_chains : (row + 1) * num_chains]
@@ -212,6 +240,38 @@ def _store_rows(
         address = builder.add(address, row_bytes)
 
 
-def _excess(bits: int) -> float:
-    """Numbers in the upper bits of the mantissa of this power of two are by as much larger than they are."""
-    return float(1 << bits)
+@simd.operation(types.void, simd.Ints, types.int64, simd.Floats, types.int64, types.int64, num_constants=1)
+def _store_columns(
+    builder: simd.Builder,
+    words: simd.Value,
+    factors: simd.Value,
+    factor: simd.Value,
+    address: simd.Value,
+    row_bytes: simd.Value,
+    bits: int,
+) -> None:
+    scales, offsets = (builder.fmul(part, factor) for part in _emit_factors(builder, factors, bits))
+    for i in range(32 // bits):
+        values = simd.emit_fma(builder, _emit_numbers(builder, words, i, bits), scales, offsets)
+        simd.emit_store_bfloats(builder, address, values)
+        address = builder.add(address, row_bytes)
+
+
+def _emit_numbers(builder: simd.Builder, words: simd.Value, i: int, bits: int) -> simd.Value:
+    """The i-th numbers of words, put into the upper bits of the mantissa of a power of two: so much they are too large.
+
+    2 ** bits where a number has `bits`.
+    """
+    shift, mask = 23 - bits - bits * i, ((1 << bits) - 1) << (23 - bits)
+    shifted = builder.shl(words, simd.int_lanes(shift)) if shift > 0 else words
+    shifted = builder.lshr(words, simd.int_lanes(-shift)) if shift < 0 else shifted
+    power = simd.int_lanes(float_bits(float(1 << bits)))
+    return builder.bitcast(builder.or_(builder.and_(shifted, simd.int_lanes(mask)), power), simd.FLOATS)
+
+
+def _emit_factors(builder: simd.Builder, address: simd.Value, bits: int) -> tuple[simd.Value, simd.Value]:
+    """Scales and offsets of what `_emit_numbers` gives."""
+    scales = simd.emit_load_halves(builder, address)
+    middles = simd.emit_load_halves(builder, builder.add(address, ir.Constant(simd.LONG, simd.VECTOR_BYTES)))
+    middle = float((1 << bits) + (1 << (bits - 1)))
+    return scales, simd.emit_fma(builder, simd.float_lanes(-middle), scales, middles)

@@ -1,6 +1,7 @@
-"""Four or eight bits beside a copy, on a CPU: a few rows are multiplied by the packed matrix, many by the copy.
+"""Four or eight bits on a CPU: a few rows are multiplied by the packed matrix, many by it in bfloat16.
 
-Decoding is bound by memory, prefill by arithmetic.
+Decoding is bound by memory, prefill by arithmetic. For many rows there is either a prepacked copy of the matrix, or it
+is unpacked for the call, piece by piece.
 """
 
 from dataclasses import replace
@@ -15,8 +16,13 @@ from mmserve.quantization.scheme import Placement
 # All of SmolLM2's layers for 1, 4, 8 and 16 rows: 6.9, 9.7, 15.4 and 29 ms packed, 22 to 23 ms as prepacked bfloat16;
 # its output layer 2.7, 2.8, 3.9 and 7.5 ms, and 4.5 to 4.9 (one core of a Xeon with AMX).
 MAX_PACKED_ROWS = 8
+# 4096 x 4096 of four bits for 16, 32, 64 and 256 rows: 4.5, 8.8, 17.5 and 70 ms packed, 10.3, 10.8, 12.4 and 19 ms
+# unpacked for the call (the same core).
+MAX_PACKED_ROWS_WITHOUT_COPY = 32
 # Columns that compiled kernels take at a time, in and out.
 _LANES = 16
+# Rows of the matrix that are unpacked at once, which stay in a core's cache.
+_PIECE = 512
 
 
 def can_multiply_few_rows(ints: GroupedInts, placement: Placement) -> bool:
@@ -24,7 +30,6 @@ def can_multiply_few_rows(ints: GroupedInts, placement: Placement) -> bool:
     return (
         placement.device.type == "cpu"
         and placement.dtype is torch.bfloat16
-        and placement.keeps_copy
         and not placement.is_small
         and HAS_ONEDNN
         and ints.out_features % _LANES == 0
@@ -36,15 +41,23 @@ def can_multiply_few_rows(ints: GroupedInts, placement: Placement) -> bool:
 class FewRowsWeight:
     """Scales and offsets are rounded to float16."""
 
-    def __init__(self, ints: GroupedInts) -> None:
+    def __init__(self, ints: GroupedInts, *, keeps_copy: bool) -> None:
         from mmserve.kernels import few_rows
 
         self._kernels = few_rows
+        self._out_features = ints.out_features
         self._packed = few_rows.pack(ints.numbers, ints.scales, ints.offsets, ints.bits)
         few_rows.compile_product(self._packed)
-        self._dense = PrepackedWeight(replace(ints, order=None).dequantized().bfloat16())
+        plain = replace(ints, order=None)
+        self._dense = PrepackedWeight(plain.dequantized().bfloat16()) if keeps_copy else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.shape[0] > MAX_PACKED_ROWS:
+        if x.shape[0] <= (MAX_PACKED_ROWS if self._dense else MAX_PACKED_ROWS_WITHOUT_COPY):
+            return self._kernels.product(x.contiguous(), self._packed, bias)
+        if self._dense is not None:
             return self._dense.apply(x, bias)
-        return self._kernels.product(x.contiguous(), self._packed, bias)
+        out = x.new_empty(x.shape[0], self._out_features)
+        for start in range(0, self._out_features, _PIECE):
+            stop = min(start + _PIECE, self._out_features)
+            out[:, start:stop] = x @ self._kernels.transposed(self._packed, start, stop)
+        return out if bias is None else out.add_(bias)

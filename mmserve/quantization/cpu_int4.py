@@ -1,7 +1,6 @@
-"""Four bits on a CPU: PyTorch's packed product for a few rows, bfloat16 for many.
+"""Matrices on a CPU in as few bytes as a file has them, multiplied by PyTorch's packed product of four bits.
 
-Decoding is bound by memory, prefill by arithmetic. For many rows there is either a prepacked copy of the matrix, or it
-is unpacked for the call, piece by piece.
+For many rows they are unpacked for the call, piece by piece.
 """
 
 from dataclasses import replace
@@ -10,7 +9,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from mmserve.quantization.dense import HAS_ONEDNN, PrepackedWeight
+from mmserve.quantization.dense import HAS_ONEDNN
 from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.nibble_pairs import factor_of, paired_input, paired_numbers
 from mmserve.quantization.packed_nibbles import LayeredNibbles, PackedNibbles, PlainNibbles, pieces_of
@@ -19,12 +18,9 @@ from mmserve.quantization.scheme import Placement
 
 # What the packed product takes.
 GROUP_SIZES = (32, 64, 128, 256)
-# The packed product works on four rows at a time. All of SmolLM2's layers for 1, 4, 5 and 16 rows: 1.9, 3.0, 5.5 and
-# 13.1 ms packed; 5.2, 6.1, 5.2 and 7.8 ms as prepacked bf16 (2 cores of an EPYC 9005).
-MAX_PACKED_ROWS = 4
-# Without a copy. 4096 x 4096, 64, 128 and 512 rows: 32, 71 and 257 ms packed, 40, 43 and 60 ms unpacked for the call
-# (one core with AMX).
-MAX_PACKED_ROWS_WITHOUT_COPY = 96
+# 4096 x 4096, 64, 128 and 512 rows: 32, 71 and 257 ms packed, 40, 43 and 60 ms unpacked for the call (one core with
+# AMX).
+MAX_PACKED_ROWS = 96
 # The packed layout is by blocks of rows; so many rows make a piece, which stays in a core's cache.
 _BLOCK = 64
 _PIECE = 4 * _BLOCK
@@ -41,12 +37,9 @@ def can_pack_for_cpu(ints: GroupedInts, placement: Placement) -> bool:
     return (
         placement.device.type == "cpu"
         and placement.dtype is torch.bfloat16
+        and not placement.keeps_copy
         and HAS_ONEDNN
-        # With a copy, pairs of nibbles would be no faster than the copy is.
-        and (ints.bits <= 4 or not placement.keeps_copy)
-        # Groups that are several of the product's are packed for their memory alone.
         and group_size is not None
-        and (placement.is_small or group_size == ints.group_size)
         and ints.out_features % 16 == 0
     )
 
@@ -59,12 +52,9 @@ def _packed_group_size(ints: GroupedInts) -> int | None:
 
 
 class CpuInt4Weight:
-    """Scales and offsets are rounded to bfloat16; wider numbers are in pairs.
+    """Scales and offsets are rounded to bfloat16; wider numbers are in pairs."""
 
-    `is_small`, all take about the room that they have in a file (docs/quantization.md says what that costs).
-    """
-
-    def __init__(self, ints: GroupedInts, *, keeps_copy: bool = True, is_small: bool = False) -> None:
+    def __init__(self, ints: GroupedInts) -> None:
         plain, group_size = replace(ints, order=None), _packed_group_size(ints)
         assert group_size is not None
         self._group_size = group_size
@@ -74,22 +64,19 @@ class CpuInt4Weight:
         self._packed_group_size = 2 * group_size if is_paired else group_size
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
         self._out_features, self._num_bytes = packed.shape
-        self._scales = packed_scales(plain, ints.group_size // group_size, is_small=is_small)
+        self._scales = packed_scales(plain, ints.group_size // group_size)
         num_groups = numbers.shape[1] // self._packed_group_size
         limits = [_PIECE_GROUPS // num_groups] if isinstance(self._scales, ScalesInParts) else []
         self._nibbles: PackedNibbles = PlainNibbles(packed)
-        if is_small and LayeredNibbles.takes(ints.bits):
+        if LayeredNibbles.takes(ints.bits):
             self._nibbles = LayeredNibbles(packed, ints.bits, group_size)
             limits.append(_PIECE_BYTES // self._num_bytes)
         # What needs not be taken apart is multiplied whole: slicing would delay a product by 5 us.
         self._whole = None if limits else (packed, self._scales.pairs(0, self._out_features))
         self._product_rows = max(min(limits, default=0) // _BLOCK, 1) * _BLOCK
-        self._dense = PrepackedWeight(plain.dequantized().bfloat16()) if keeps_copy else None
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._dense is not None and x.shape[0] > MAX_PACKED_ROWS:
-            return self._dense.apply(x, bias)
-        if x.shape[0] > MAX_PACKED_ROWS_WITHOUT_COPY:
+        if x.shape[0] > MAX_PACKED_ROWS:
             return self._unpacking_product(x, bias)
         halves = x if self._factor == 1 else paired_input(x, self._group_size, self._factor)
         out = self._packed_product(halves)

@@ -18,10 +18,9 @@ def grouped_weight(parts: Sequence[GroupedInts], placement: Placement) -> Linear
         return StackedWeights([grouped_weight([part], placement) for part in parts])
     stacked = GroupedInts.stacked(parts)
     if can_multiply_few_rows(stacked, placement):
-        return _in_order(FewRowsWeight(stacked), stacked.order)
+        return _in_order(FewRowsWeight(stacked, keeps_copy=placement.keeps_copy), stacked.order)
     if can_pack_for_cpu(stacked, placement):
-        weight = CpuInt4Weight(stacked, keeps_copy=placement.keeps_copy, is_small=placement.is_small)
-        return _in_order(weight, stacked.order)
+        return _in_order(CpuInt4Weight(stacked), stacked.order)
     if can_pack_for_gpu(stacked, placement):
         return _in_order(GpuInt4Weight(stacked, placement), _moved(stacked.order, placement))
     return dense_weight(stacked.dequantized().to(placement.device, placement.dtype))

@@ -17,22 +17,22 @@ class PackedScales(Protocol):
         """Those of rows `start` to `stop`, contiguous."""
 
 
-def packed_scales(ints: GroupedInts, repeats: int, *, is_small: bool) -> PackedScales:
+def packed_scales(ints: GroupedInts, repeats: int) -> PackedScales:
     """For each group `repeats` of the product's, wider numbers being `paired`.
 
-    `is_small`, they are held in the parts that the format has and multiplied out for each product, the same to the bit.
+    Held in the parts that the format has, where it has them, and multiplied out for each product, the same to the bit.
     """
-    offsets = _packed_offsets(ints.scales, ints.offsets.clone(), ints.bits)
-    has_offsets = bool(offsets.any())
-    if is_small and (ints.parts is not None or not has_offsets):
+    has_offsets = bool(_packed_offsets(ints.scales, ints.offsets.clone(), ints.bits).any())
+    if ints.parts is not None or not has_offsets:
         return ScalesInParts(ints, repeats, has_offsets=has_offsets)
-    held = torch.stack((factor_of(ints.bits) * ints.scales, offsets), dim=-1).transpose(0, 1)
-    return PlainScales(held.repeat_interleave(repeats, dim=0).bfloat16().contiguous())
+    return PlainScales(ints, repeats)
 
 
 class PlainScales:
-    def __init__(self, held: torch.Tensor) -> None:
-        self._held = held
+    def __init__(self, ints: GroupedInts, repeats: int) -> None:
+        offsets = _packed_offsets(ints.scales, ints.offsets.clone(), ints.bits)
+        held = torch.stack((factor_of(ints.bits) * ints.scales, offsets), dim=-1).transpose(0, 1)
+        self._held = held.repeat_interleave(repeats, dim=0).bfloat16().contiguous()
 
     def pairs(self, start: int, stop: int) -> torch.Tensor:
         return self._held[:, start:stop].contiguous()

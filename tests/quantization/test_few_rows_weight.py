@@ -5,7 +5,12 @@ import torch
 from gguf_models import KINDS, blocks_of
 
 from mmserve.quantization import cpu_few_rows
-from mmserve.quantization.cpu_few_rows import MAX_PACKED_ROWS, FewRowsWeight, can_multiply_few_rows
+from mmserve.quantization.cpu_few_rows import (
+    MAX_PACKED_ROWS,
+    MAX_PACKED_ROWS_WITHOUT_COPY,
+    FewRowsWeight,
+    can_multiply_few_rows,
+)
 from mmserve.quantization.cpu_int4 import CpuInt4Weight
 from mmserve.quantization.dense import PrepackedWeight
 from mmserve.quantization.gguf import grouped_ints
@@ -32,12 +37,18 @@ def with_zeros(bits: int, group_size: int, *, out_features: int = 48, in_feature
     return GroupedInts.with_zeros(numbers, scales, zeros, bits=bits, group_size=group_size)
 
 
+def packing(ints: GroupedInts) -> FewRowsWeight:
+    return FewRowsWeight(ints, keeps_copy=True)
+
+
 def check(ints: GroupedInts, tolerance: float = 4e-3) -> None:
-    """1 to 4 rows run packed, more by the copy, whose matrix is rounded."""
-    weight, matrix = FewRowsWeight(ints), ints.dequantized().double()
+    """A few rows run packed, more by the copy, or unpacked for the call, where the matrix is rounded."""
+    copied, packed, matrix = packing(ints), FewRowsWeight(ints, keeps_copy=False), ints.dequantized().double()
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(ints.out_features, generator=generator).bfloat16()
-    for num_rows in range(1, MAX_PACKED_ROWS + 3):
+    cases = [(copied, num_rows) for num_rows in range(1, MAX_PACKED_ROWS + 3)]
+    cases += [(packed, MAX_PACKED_ROWS_WITHOUT_COPY + added) for added in (0, 1, 30)]
+    for weight, num_rows in cases:
         x = torch.randn(num_rows, matrix.shape[1], generator=generator).bfloat16()
         for added in (None, bias):
             exact = x.double() @ matrix.T + (0.0 if added is None else added.double())
@@ -64,7 +75,7 @@ def test_the_packed_product_loses_nothing_but_its_own_rounding(kind: str) -> Non
     ints, x = stored(kind), torch.randn(MAX_PACKED_ROWS, IN, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = x.double() @ ints.dequantized().double().T
     slack = 1e-5 * (x.double().abs() @ ints.dequantized().double().abs().T)
-    out = FewRowsWeight(ints).apply(x, None)
+    out = packing(ints).apply(x, None)
     assert bool(((out.double() - exact).abs() <= 2.0**-8 * exact.abs() + slack).all())
 
 
@@ -73,24 +84,24 @@ def test_inputs_of_one_sign(kind: str) -> None:
     """The errors of what numbers are counted from add up."""
     ints, x = stored(kind), torch.rand(2, IN, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = x.double() @ ints.dequantized().double().T
-    assert float((FewRowsWeight(ints).apply(x, None).double() - exact).norm() / exact.norm()) < 3e-3
+    assert float((packing(ints).apply(x, None).double() - exact).norm() / exact.norm()) < 3e-3
 
 
 def test_rows_need_not_lie_side_by_side() -> None:
-    weight = FewRowsWeight(stored("Q4_K"))
+    weight = packing(stored("Q4_K"))
     x = torch.randn(3, 2 * IN, generator=torch.Generator().manual_seed(0)).bfloat16()
     for view in (x[:, ::2], x[:, IN:], x.view(6, IN)[::2]):
         assert torch.equal(weight.apply(view, None), weight.apply(view.contiguous(), None))
 
 
 def test_no_rows() -> None:
-    assert FewRowsWeight(stored("Q4_0")).apply(torch.empty(0, IN, dtype=torch.bfloat16), None).shape == (0, 48)
+    assert packing(stored("Q4_0")).apply(torch.empty(0, IN, dtype=torch.bfloat16), None).shape == (0, 48)
 
 
 def test_numbers_are_not_changed() -> None:
     ints = stored("Q6_K")
     before = ints.numbers.clone(), ints.scales.clone(), ints.offsets.clone()
-    FewRowsWeight(ints).apply(torch.ones(2, IN).bfloat16(), None)
+    packing(ints).apply(torch.ones(2, IN).bfloat16(), None)
     assert all(torch.equal(*pair) for pair in zip(before, (ints.numbers, ints.scales, ints.offsets), strict=True))
 
 
@@ -101,7 +112,7 @@ def test_numbers_are_not_changed() -> None:
         (Placement(torch.float32, CPU), False),
         (Placement(torch.float16, CPU), False),
         (Placement(torch.bfloat16, torch.device("cuda")), False),
-        (Placement(torch.bfloat16, CPU, keeps_copy=False), False),
+        (Placement(torch.bfloat16, CPU, keeps_copy=False), True),
         (Placement(torch.bfloat16, CPU, keeps_copy=False, is_small=True), False),
     ],
     ids=str,
@@ -123,12 +134,14 @@ def test_the_sizes_that_it_takes(out_features: int, group_size: int, expected: b
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("has_compiled", [True, False])
-def test_other_forms_where_nothing_is_compiled(bits: int, has_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_few_rows, "has_compiled_kernels", lambda: has_compiled)
-    weight = grouped_weight([with_zeros(bits, 32)], BFLOAT_CPU)
-    other = CpuInt4Weight if bits == 4 else PrepackedWeight
-    assert type(weight) is (FewRowsWeight if has_compiled else other)
+@pytest.mark.parametrize(("keeps_copy", "other"), [(True, PrepackedWeight), (False, CpuInt4Weight)])
+def test_other_forms_where_nothing_is_compiled(
+    bits: int, keeps_copy: bool, other: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Placement(torch.bfloat16, CPU, keeps_copy)
+    assert type(grouped_weight([with_zeros(bits, 32)], place)) is FewRowsWeight
+    monkeypatch.setattr(cpu_few_rows, "has_compiled_kernels", lambda: False)
+    assert type(grouped_weight([with_zeros(bits, 32)], place)) is other
 
 
 @pytest.mark.parametrize("num_rows", [1, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1])

@@ -8,7 +8,6 @@ from mmserve.layers.embedding import BlockEmbedding
 from mmserve.quantization import cpu_int4
 from mmserve.quantization.cpu_int4 import (
     MAX_PACKED_ROWS,
-    MAX_PACKED_ROWS_WITHOUT_COPY,
     CpuInt4Weight,
     can_pack_for_cpu,
     packed_rows,
@@ -16,7 +15,7 @@ from mmserve.quantization.cpu_int4 import (
 from mmserve.quantization.gguf import grouped_ints
 from mmserve.quantization.grouped_ints import FactorParts, GroupedInts
 from mmserve.quantization.laid_over import SmallNumbers
-from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input
+from mmserve.quantization.nibble_pairs import factor_of, merged, paired, paired_input, paired_numbers
 from mmserve.quantization.packed_nibbles import LayeredNibbles, pieces_of
 from mmserve.quantization.packed_scales import PlainScales, packed_scales
 from mmserve.quantization.scheme import Placement
@@ -52,13 +51,12 @@ def test_pairs_are_the_same_matrix(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("keeps_copy", "is_small"), [(True, False), (False, False), (False, True)])
-@pytest.mark.parametrize("num_rows", [1, 4, 5, MAX_PACKED_ROWS_WITHOUT_COPY + 1])
+@pytest.mark.parametrize("num_rows", [1, 5, MAX_PACKED_ROWS, MAX_PACKED_ROWS + 1])
 @pytest.mark.parametrize("out_features", [48, 144, 320])
-def test_products(kind: str, keeps_copy: bool, is_small: bool, num_rows: int, out_features: int) -> None:
+def test_products(kind: str, num_rows: int, out_features: int) -> None:
     """Scales are rounded to bfloat16 in the packed product, the matrix is in the others; blocks of rows may be left."""
     data, matrix = blocks_of(kind, out_features, 512)
-    weight = CpuInt4Weight(grouped_ints(data, kind), keeps_copy=keeps_copy, is_small=is_small)
+    weight = CpuInt4Weight(grouped_ints(data, kind))
     x = torch.randn(num_rows, 512, dtype=torch.bfloat16)
     bias = torch.randn(out_features, dtype=torch.bfloat16)
     for added in (None, bias):
@@ -70,8 +68,8 @@ def test_products(kind: str, keeps_copy: bool, is_small: bool, num_rows: int, ou
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_is_its_own(kind: str) -> None:
-    weight = CpuInt4Weight(grouped_ints(blocks_of(kind, 32, 256)[0], kind), keeps_copy=False)
-    x = torch.randn(MAX_PACKED_ROWS, 256, dtype=torch.bfloat16)
+    weight = CpuInt4Weight(grouped_ints(blocks_of(kind, 32, 256)[0], kind))
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
     together = weight.apply(x, None)
     for i, row in enumerate(x):
         torch.testing.assert_close(weight.apply(row[None], None)[0], together[i], rtol=1.6e-2, atol=1e-2)
@@ -80,12 +78,12 @@ def test_each_row_is_its_own(kind: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "device", "out_features", "kind", "keeps_copy", "expected"),
     [
-        (torch.bfloat16, "cpu", 32, "Q4_1", True, True),
-        (torch.bfloat16, "cpu", 16, "Q4_K", True, True),
-        (torch.bfloat16, "cpu", 24, "Q4_1", True, False),
-        (torch.float32, "cpu", 32, "Q4_1", True, False),
-        (torch.bfloat16, "cuda", 32, "Q4_1", True, False),
-        (torch.bfloat16, "cpu", 32, "Q8_0", True, False),
+        (torch.bfloat16, "cpu", 32, "Q4_1", False, True),
+        (torch.bfloat16, "cpu", 16, "Q4_K", False, True),
+        (torch.bfloat16, "cpu", 24, "Q4_1", False, False),
+        (torch.float32, "cpu", 32, "Q4_1", False, False),
+        (torch.bfloat16, "cuda", 32, "Q4_1", False, False),
+        (torch.bfloat16, "cpu", 32, "Q4_1", True, False),
         (torch.bfloat16, "cpu", 32, "Q8_0", False, True),
         (torch.bfloat16, "cpu", 32, "Q6_K", False, True),
     ],
@@ -118,15 +116,20 @@ def test_embeddings_are_unpacked_row_by_row(kind: str) -> None:
 
 def assert_is_the_same(ints: GroupedInts) -> None:
     """What is taken apart and multiplied out are the very numbers, and so are products, in pieces as whole."""
-    plain, small = (CpuInt4Weight(ints, keeps_copy=False, is_small=is_small) for is_small in (False, True))
+    small, factor = CpuInt4Weight(ints), factor_of(ints.bits)
+    numbers = paired_numbers(ints.numbers, ints.bits, small._group_size) if factor > 1 else ints.numbers
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
+    scales = PlainScales(ints, ints.group_size // small._group_size)
     for start, stop in pieces_of(ints.out_features, 128):
-        assert torch.equal(small._nibbles.rows(start, stop), plain._nibbles.rows(start, stop))
-        assert torch.equal(small._scales.pairs(start, stop), plain._scales.pairs(start, stop))
+        assert torch.equal(small._nibbles.rows(start, stop), packed[start:stop])
+        assert torch.equal(small._scales.pairs(start, stop), scales.pairs(start, stop))
         assert small._scales.pairs(start, stop).is_contiguous()
     assert isinstance(small._nibbles, LayeredNibbles) is (ints.bits not in (4, 8))
-    for num_rows in (3, MAX_PACKED_ROWS_WITHOUT_COPY + 1):
-        x = torch.randn(num_rows, ints.numbers.shape[1], dtype=torch.bfloat16)
-        assert torch.equal(small.apply(x, None), plain.apply(x, None))
+    x = torch.randn(3, numbers.shape[1] // (2 if factor > 1 else 1), dtype=torch.bfloat16)
+    halves = x if factor == 1 else paired_input(x, small._group_size, factor)
+    pairs = scales.pairs(0, ints.out_features)
+    whole = torch._weight_int4pack_mm_for_cpu(halves, packed, small._packed_group_size, pairs)
+    assert torch.equal(small.apply(x, None), whole)
 
 
 @pytest.fixture
@@ -174,9 +177,9 @@ def test_offsets_of_zero_and_those_that_are_of_no_parts() -> None:
     """The first are not held; with nothing known about them the second are, beside the scales."""
     numbers, scales = torch.zeros(16, 64, dtype=torch.uint8), torch.randn(16, 2)
     middle = GroupedInts(numbers, scales, -8.0 * scales, bits=4, group_size=32)
-    assert not isinstance(packed_scales(middle, 1, is_small=True), PlainScales)
+    assert not isinstance(packed_scales(middle, 1), PlainScales)
     assert_is_the_same(middle)
-    assert isinstance(packed_scales(GroupedInts(numbers, scales, scales, 4, 32), 1, is_small=True), PlainScales)
+    assert isinstance(packed_scales(GroupedInts(numbers, scales, scales, 4, 32), 1), PlainScales)
 
 
 def test_rows_whose_parts_differ_are_held_apart() -> None:

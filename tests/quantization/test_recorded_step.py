@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ FORMS = {
 @pytest.fixture(scope="module", params=FORMS)
 def quantized(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[str, Path]:
     form, folder = request.param, tmp_path_factory.mktemp("recorded")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
     full = save_reference_model(FORMS[form][0], folder / "full", tied=False, **sizes)
     is_file = form.startswith("Q")
     return form, save_blocks(full, folder / "model.gguf", form) if is_file else stored(full, folder / "stored", form)
