@@ -5,7 +5,6 @@ Shapes: T tokens of a step, H query heads, KV key/value heads, D head size, L co
 """
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -14,16 +13,6 @@ import torch
 import torch.nn.functional as F
 
 IntArray = npt.NDArray[np.int64]
-
-
-@cache
-def has_compiled_kernels() -> bool:
-    """Whether `cpu_fused`, `cpu_decode` and `few_rows` run here: with Numba, on the threads of a PyTorch of Linux."""
-    try:
-        from mmserve.kernels import openmp  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 # In an E4M3 number moved to the top of a bfloat16's exponent and mantissa, the exponent is this factor too small.

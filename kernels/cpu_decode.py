@@ -50,14 +50,12 @@ def _kernel(num_vectors: int) -> Kernel:
     head_bytes = 2 * simd.LANES * num_vectors
 
     def kernel(arguments: Any) -> None:
-        q, q_row, kv_cache = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-        tables, lengths, out = simd.argument(arguments, 3), simd.argument(arguments, 4), simd.argument(arguments, 5)
-        scores = simd.argument(arguments, 6) + thread_number() * simd.argument(arguments, 7)
-        num_heads, num_kv_heads = simd.argument(arguments, 9), simd.argument(arguments, 10)
-        block_size, max_blocks = simd.argument(arguments, 11), simd.argument(arguments, 12)
-        scale, heads_bytes = simd.float_of_bits(simd.argument(arguments, 13)), block_size * head_bytes
+        q, q_row, kv_cache, tables, lengths, out, scratch_at, scores_bytes = simd.unpack(arguments, 0, 8)
+        num_sequences, num_heads, num_kv_heads, block_size, max_blocks, scale_bits = simd.unpack(arguments, 8, 14)
+        scores = scratch_at + thread_number() * scores_bytes
+        scale, heads_bytes = simd.float_of_bits(scale_bits), block_size * head_bytes
         group = num_heads // num_kv_heads
-        first, last = share_of(simd.argument(arguments, 8) * num_heads)
+        first, last = share_of(num_sequences * num_heads)
         for unit in range(first, last):
             sequence, head = unit // num_heads, unit % num_heads
             length = simd.load_int64(lengths + 8 * sequence)

@@ -1,6 +1,6 @@
-"""The small kernels of a CPU in bfloat16, compiled: each reads its input once and rounds once.
+"""The small kernels of a CPU in bfloat16, compiled; what they are not for is left to `reference`.
 
-Signatures and shapes are those of `reference`; last axes are of a multiple of 16, or of 32 where heads are rotated.
+Shapes as there. Sums, norms and rotations are computed in float32.
 """
 
 from functools import cache
@@ -90,7 +90,10 @@ def rotate_and_store(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """`reference.rotate_and_store`, except that q and k are changed in place."""
+    """As in `reference`, except that q and k are changed in place, and that the cache has no scales.
+
+    All is bfloat16 and contiguous, D is a multiple of 32, slots are int64 and none is negative.
+    """
     num_tokens, _, head_dim = qkv.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     _rotary_kernel()(
@@ -132,9 +135,7 @@ def _inverse_norm(x: int, size: int, eps: float) -> Any:
 @cache
 def _norm_kernel() -> Kernel:
     def kernel(arguments: Any) -> None:
-        x, residual, weight = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-        out, sums, num_rows = simd.argument(arguments, 3), simd.argument(arguments, 4), simd.argument(arguments, 5)
-        size, eps = simd.argument(arguments, 6), simd.float_of_bits(simd.argument(arguments, 7))
+        x, residual, weight, out, sums, num_rows, size, eps = simd.unpack(arguments, 0, 8)
         first, last = share_of(num_rows)
         for at in range(2 * size * first, 2 * size * last, 2 * size):
             normed = x + at
@@ -142,7 +143,7 @@ def _norm_kernel() -> Kernel:
                 normed = sums + at
                 for i in range(at, at + 2 * size, _VECTOR):
                     simd.store_bfloats(sums + i, simd.add(simd.load_bfloats(x + i), simd.load_bfloats(residual + i)))
-            factor = _inverse_norm(normed, size, eps)
+            factor = _inverse_norm(normed, size, simd.float_of_bits(eps))
             for i in range(0, 2 * size, _VECTOR):
                 values = simd.multiply(simd.load_bfloats(normed + i), factor)
                 simd.store_bfloats(out + at + i, simd.multiply(values, simd.load_bfloats(weight + i)))
@@ -153,8 +154,8 @@ def _norm_kernel() -> Kernel:
 @cache
 def _add_kernel() -> Kernel:
     def kernel(arguments: Any) -> None:
-        x, residual, out = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-        first, last = share_of(simd.argument(arguments, 3))
+        x, residual, out, num_vectors = simd.unpack(arguments, 0, 4)
+        first, last = share_of(num_vectors)
         for i in range(first * _VECTOR, last * _VECTOR, _VECTOR):
             simd.store_bfloats(out + i, simd.add(simd.load_bfloats(x + i), simd.load_bfloats(residual + i)))
 
@@ -164,8 +165,7 @@ def _add_kernel() -> Kernel:
 @cache
 def _silu_kernel() -> Kernel:
     def kernel(arguments: Any) -> None:
-        x, out = simd.argument(arguments, 0), simd.argument(arguments, 1)
-        num_rows, size = simd.argument(arguments, 2), simd.argument(arguments, 3)
+        x, out, num_rows, size = simd.unpack(arguments, 0, 4)
         first, last = share_of(num_rows * size // simd.LANES)
         one, vectors_of_row = simd.splat(1.0), size // simd.LANES
         for vector in range(first, last):
@@ -198,13 +198,10 @@ def _rotate(head: int, cos: int, sin: int, head_dim: int, weight: int, eps: floa
 @cache
 def _rotary_kernel() -> Kernel:
     def kernel(arguments: Any) -> None:
-        qkv, cos, sin = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-        kv_cache, slots = simd.argument(arguments, 3), simd.argument(arguments, 4)
-        num_heads, num_kv_heads = simd.argument(arguments, 6), simd.argument(arguments, 7)
-        head_dim, block_size = simd.argument(arguments, 8), simd.argument(arguments, 9)
-        q_weight, k_weight = simd.argument(arguments, 10), simd.argument(arguments, 11)
-        eps, head_bytes = simd.float_of_bits(simd.argument(arguments, 12)), 2 * head_dim
-        first, last = share_of(simd.argument(arguments, 5))
+        qkv, cos, sin, kv_cache, slots, num_tokens = simd.unpack(arguments, 0, 6)
+        num_heads, num_kv_heads, head_dim, block_size, q_weight, k_weight, eps_bits = simd.unpack(arguments, 6, 13)
+        eps, head_bytes = simd.float_of_bits(eps_bits), 2 * head_dim
+        first, last = share_of(num_tokens)
         for token in range(first, last):
             head = qkv + token * (num_heads + 2 * num_kv_heads) * head_bytes
             cos_at, sin_at = cos + token * head_bytes, sin + token * head_bytes

@@ -20,6 +20,7 @@ from mmserve.kernels.openmp import scratch, share_of, thread_number
 # Rows that are multiplied at once, and chains of additions for each of them, which a processor runs side by side.
 _CHAINS = {1: 4, 2: 2, 4: 2, 8: 1}
 _MAX_ROWS = max(_CHAINS)
+_WORDS_BYTES = 4 * simd.LANES
 
 
 # The largest factor of a matrix is moved to this power of two, from where float16 is exact for most formats' factors.
@@ -102,10 +103,9 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
     num_sums, numbers_of_word = num_rows * _CHAINS[num_rows], 32 // bits
 
     def kernel(arguments: Any) -> None:
-        x, num_valid, packed = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-        out, wide, num_blocks = simd.argument(arguments, 3), simd.argument(arguments, 4), simd.argument(arguments, 5)
-        num_groups, group_size = simd.argument(arguments, 6), simd.argument(arguments, 7)
-        factor, bias = simd.float_of_bits(simd.argument(arguments, 8)), simd.argument(arguments, 9)
+        x, num_valid, packed, out, wide, num_blocks, num_groups, group_size, factor, bias = simd.unpack(
+            arguments, 0, 10
+        )
         first, last = share_of(num_blocks)
         if first == last:
             return
@@ -133,7 +133,13 @@ def _kernel(num_rows: int, bits: int) -> Kernel:
             added = simd.zeros()
             if bias != 0:
                 added = simd.load_bfloats(bias + simd.VECTOR_BYTES * block)
-            _store_rows(totals, out + simd.VECTOR_BYTES * block, simd.VECTOR_BYTES * num_blocks, factor, added)
+            _store_rows(
+                totals,
+                out + simd.VECTOR_BYTES * block,
+                simd.VECTOR_BYTES * num_blocks,
+                simd.float_of_bits(factor),
+                added,
+            )
 
     return Kernel(kernel, num_rows, bits)
 
@@ -143,9 +149,8 @@ def _unpack_kernel(bits: int) -> Kernel:
     numbers_of_word = 32 // bits
 
     def kernel(arguments: Any) -> None:
-        packed, out, num_blocks = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-        num_groups, group_size = simd.argument(arguments, 3), simd.argument(arguments, 4)
-        factor = simd.splat(simd.float_of_bits(simd.argument(arguments, 5)))
+        packed, out, num_blocks, num_groups, group_size, factor_bits = simd.unpack(arguments, 0, 6)
+        factor = simd.splat(simd.float_of_bits(factor_bits))
         first, last = share_of(num_blocks)
         row_bytes, num_words = simd.VECTOR_BYTES * num_blocks, group_size // numbers_of_word
         packed += first * num_groups * (num_words + 1) * _WORDS_BYTES
@@ -159,9 +164,6 @@ def _unpack_kernel(bits: int) -> Kernel:
                 packed = factors + _WORDS_BYTES
 
     return Kernel(kernel, bits)
-
-
-_WORDS_BYTES = 4 * simd.LANES
 
 
 @register_jitable  # type: ignore[untyped-decorator]

@@ -112,7 +112,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @cache
 def _replay_kernel() -> Kernel:
     def kernel(arguments: Any) -> None:
-        table, num_calls = simd.argument(arguments, 0), simd.argument(arguments, 1)
+        table, num_calls = simd.unpack(arguments, 0, 2)
         for call in range(table, table + 16 * num_calls, 16):
             simd.call(simd.load_int64(call), simd.load_int64(call + 8))
             openmp.barrier()

@@ -85,10 +85,11 @@ def operation(
     return decorate
 
 
-@operation(types.int64, types.voidptr, types.int64)
-def argument(builder: Builder, arguments: Value, index: Value) -> Value:
-    """One of the array of int64 that a kernel is called with."""
-    return builder.load(builder.gep(builder.bitcast(arguments, LONG.as_pointer()), [index]))
+@operation(lambda start, stop: UniTuple(types.int64, stop - start), types.voidptr, num_constants=2)
+def unpack(builder: Builder, arguments: Value, start: int, stop: int) -> list[Value]:
+    """Those from `start` to `stop` of the array of int64 that a kernel is called with."""
+    array = builder.bitcast(arguments, LONG.as_pointer())
+    return [builder.load(builder.gep(array, [ir.Constant(LONG, i)])) for i in range(start, stop)]
 
 
 @operation(types.float32, types.int64)
@@ -331,11 +332,11 @@ def _emit_total(builder: Builder, values: Value) -> Value:
     return builder.extract_element(values, ir.Constant(INT, 0))
 
 
-def _emit_tuple(builder: Builder, vectors: Sequence[Value]) -> Value:
-    value = ir.Constant(ir.ArrayType(FLOATS, len(vectors)), ir.Undefined)
-    for i, vector in enumerate(vectors):
-        value = builder.insert_value(value, vector, i)
-    return value
+def _emit_tuple(builder: Builder, values: Sequence[Value]) -> Value:
+    array = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        array = builder.insert_value(array, value, i)
+    return array
 
 
 def _function(builder: Builder, name: str, result: ir.Type, *parameters: ir.Type) -> ir.Function:

@@ -7,7 +7,7 @@ import torch
 
 from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
-from mmserve.attention.torch_backend import TorchAttention, TorchAttentionMetadata
+from mmserve.attention.torch_backend import CpuAttentionMetadata, TorchAttention
 from mmserve.kernels.cpu import IntArray
 from mmserve.kernels.cpu_decode import paged_attention_decode
 from mmserve.kernels.cpu_fused import rotate_and_store
@@ -21,12 +21,15 @@ class PagedDecodes:
     block_tables: torch.Tensor
     context_lens: torch.Tensor
 
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        return paged_attention_decode(q, kv_cache, self.block_tables, self.context_lens, scale)
+
 
 def decode_metadata(
     slots: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor
-) -> TorchAttentionMetadata:
+) -> CpuAttentionMetadata:
     """Of S sequences with one query each, in tensors that may be filled anew from step to step; int64."""
-    return TorchAttentionMetadata(slots, (PagedDecodes(slice(0, len(slots)), block_tables, context_lens),), ())
+    return CpuAttentionMetadata(slots, (PagedDecodes(slice(0, len(slots)), block_tables, context_lens),), ())
 
 
 class CompiledAttention(TorchAttention):
@@ -50,10 +53,7 @@ class CompiledAttention(TorchAttention):
             eps=layer.norm_eps,
         )
 
-    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, group: PagedDecodes, scale: float) -> torch.Tensor:
-        return paged_attention_decode(q, kv_cache, group.block_tables, group.context_lens, scale)
-
-    def _groups(self, batch: AttentionBatch, num_decodes: int) -> tuple[PagedDecodes, ...]:
+    def _decodes(self, batch: AttentionBatch, num_decodes: int) -> tuple[PagedDecodes, ...]:
         if num_decodes == 0:
             return ()
         lengths = np.array(batch.context_lens[:num_decodes], dtype=np.int64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,13 +22,26 @@ from mmserve.kernels.cpu import (
 from mmserve.kernels.reference import rms_norm
 
 
+class Decodes(Protocol):
+    """Rows with one query each, and how these attend."""
+
+    @property
+    def rows(self) -> slice: ...
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        """q `[S, H, D]` of the rows -> `[S, H, D]`."""
+
+
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Rows with one query each and contexts of similar length, padded to the longest; where to gather K and V."""
+    """Contexts of similar length, padded to the longest; where to gather K and V."""
 
     rows: slice
     kv_rows: torch.Tensor
     mask: torch.Tensor
+
+    def attend(self, q: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        return paged_attention_decode(q, kv_cache, self.kv_rows, self.mask, scale)
 
 
 @dataclass(frozen=True)
@@ -41,11 +54,11 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class TorchAttentionMetadata:
-    """`stored` is where the step's own K and V go; it and `groups` are whatever the backend's kernels take."""
+class CpuAttentionMetadata:
+    """`stored` is where the step's own K and V go, as the backend's kernels take it."""
 
     stored: torch.Tensor
-    groups: tuple[Any, ...]
+    decodes: tuple[Decodes, ...]
     chunks: tuple[Chunk, ...]
 
 
@@ -62,18 +75,18 @@ class TorchAttention:
         self._dtype = dtype
         self._rounds_kv = rounds_kv
 
-    def prepare(self, batch: AttentionBatch) -> TorchAttentionMetadata:
+    def prepare(self, batch: AttentionBatch) -> CpuAttentionMetadata:
         num_decodes = sum(1 for length in batch.query_lens if length == 1)
         assert all(length == 1 for length in batch.query_lens[:num_decodes]), "single queries come first"
-        return TorchAttentionMetadata(
+        return CpuAttentionMetadata(
             self._stored(batch.slots(self._block_size)),
-            self._groups(batch, num_decodes),
+            self._decodes(batch, num_decodes),
             self._chunks(batch, num_decodes),
         )
 
     def forward(self, qkv: torch.Tensor, layer: AttentionLayer, context: ForwardContext) -> torch.Tensor:
         metadata = context.attention
-        assert isinstance(metadata, TorchAttentionMetadata)
+        assert isinstance(metadata, CpuAttentionMetadata)
         kv_cache = context.kv_caches[layer.index]
         scales = layer.scales_of(kv_cache)
         if context.fits_scales:
@@ -92,24 +105,21 @@ class TorchAttention:
         rotate_(qkv[:, :num_rotated], context.cos, context.sin)
         store_kv(qkv[:, layer.num_heads :], kv_cache, stored, scales.k, scales.v)
 
-    def _decode(self, q: torch.Tensor, kv_cache: torch.Tensor, group: Any, scale: float) -> torch.Tensor:
-        return paged_attention_decode(q, kv_cache, group.kv_rows, group.mask, scale)
-
     def _attend(
         self,
         qkv: torch.Tensor,
         num_heads: int,
         kv_cache: torch.Tensor,
-        metadata: TorchAttentionMetadata,
+        metadata: CpuAttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
         num_rotated = num_heads + self._num_kv_heads
         q = qkv[:, :num_heads]
-        if len(metadata.groups) == 1 and not metadata.chunks:
-            return self._decode(q, kv_cache, metadata.groups[0], scale)
+        if len(metadata.decodes) == 1 and not metadata.chunks:
+            return metadata.decodes[0].attend(q, kv_cache, scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in metadata.groups:
-            out[group.rows] = self._decode(q[group.rows], kv_cache, group, scale)
+        for group in metadata.decodes:
+            out[group.rows] = group.attend(q[group.rows], kv_cache, scale)
         k, v = qkv[:, num_heads:num_rotated], qkv[:, num_rotated:]
         for chunk in metadata.chunks:
             out[chunk.rows] = self._attend_chunk(q[chunk.rows], k[chunk.rows], v[chunk.rows], kv_cache, chunk, scale)
@@ -132,7 +142,7 @@ class TorchAttention:
     def _stored(self, slots: IntArray) -> torch.Tensor:
         return store_rows(slots, self._num_kv_heads, self._block_size)
 
-    def _groups(self, batch: AttentionBatch, num_decodes: int) -> tuple[Any, ...]:
+    def _decodes(self, batch: AttentionBatch, num_decodes: int) -> tuple[Decodes, ...]:
         """Split where a context is shorter than half of the group's longest, so that padding stays below one half."""
         groups, start = [], 0
         while start < num_decodes:

@@ -18,7 +18,7 @@ from mmserve.engine.scheduler import ScheduledBatch, advance
 from mmserve.engine.step_inputs import InputBuilder, StepInputs
 from mmserve.engine.warm_up import warm_up_batches
 from mmserve.errors import EngineError, SetupError
-from mmserve.kernels.cpu import has_compiled_kernels
+from mmserve.kernels.compiled import can_attend
 from mmserve.kernels.transfer import to_device
 from mmserve.layers.mrope import MultiAxisRotaryTable, has_multiple_axes
 from mmserve.layers.rotary import RotaryTable
@@ -34,7 +34,7 @@ from mmserve.weights.layer_loader import LayerLoader
 from mmserve.weights.loader import WeightReader
 
 if TYPE_CHECKING:
-    # Needs Triton, which a CPU build of torch does not bring.
+    # The first needs Triton, which a CPU build of torch does not bring; the second compiled kernels.
     from mmserve.engine.cuda_graph import DecodeGraphs, DecodeTensors
     from mmserve.engine.recorded_step import RecordedStep
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 # By which the scales of an FP8 cache are found.
 _CALIBRATION_TOKENS = 256
 # Rows of logits that are held at once while a prompt is measured.
-# Compiled attention is for heads of a multiple of so many.
-_COMPILED_HEAD_STEP = 32
 _LOGPROB_ROWS = 256
 
 
@@ -78,6 +76,8 @@ class ModelRunner:
         self.num_steps_ahead = int(is_ahead)
         self.block_size = config.cache.block_size
         self._config = config
+        is_on_cpu = self.device.type == "cpu"
+        self._is_compiled = is_on_cpu and can_attend(self.dtype, self._cache_dtype, self.model_config.head_dim)
         self._attention = self._attention_backend()
         reader = WeightReader(checkpoint)
         scheme = choose_scheme(checkpoint.config, config.quantization)
@@ -100,7 +100,7 @@ class ModelRunner:
         self._inputs = InputBuilder(has_multiple_axes=self._has_multiple_axes)
         self._sampled_rows: dict[Sequence, int] = {}
         self._sampled_ids = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=self.device)
-        self._graphs: DecodeGraphs | RecordedStep | None = None
+        self._replayed: DecodeGraphs | RecordedStep | None = None
         wanted = wanted_context(config, self.model_config.max_context)
         self._rotary = self._rotary_table(wanted)
         bytes_per_block = KVCache.bytes_per_block(self.model_config, self.block_size, self._cache_dtype)
@@ -159,8 +159,8 @@ class ModelRunner:
         inputs = self._inputs.build(batch.sequences, self._sampled_rows)
         sampling = inputs.sampling
         best: torch.Tensor | None
-        if self._graphs is not None and self._graphs.takes(inputs):
-            logits, best = self._graphs.replay(inputs)
+        if self._replayed is not None and self._replayed.takes(inputs):
+            logits, best = self._replayed.replay(inputs)
         else:
             hidden = self._forward(inputs)
             if not sampling:
@@ -194,7 +194,7 @@ class ModelRunner:
         ):
             self.run(batch).take()
         if not self._config.enforce_eager:
-            self._graphs = self._capture() if on_gpu else self._record()
+            self._replayed = self._capture() if on_gpu else self._record()
 
     @torch.inference_mode()
     def _fit_kv_scales(self) -> None:
@@ -235,8 +235,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _record(self) -> "RecordedStep | None":
-        """None where not all of a step is compiled kernels."""
-        if not self._has_compiled_attention:
+        """None where PyTorch computes a part of the layers."""
+        if not self._is_compiled:
             return None
         from mmserve.engine.recorded_step import RecordedStep
 
@@ -309,11 +309,6 @@ class ModelRunner:
             device=self.device,
         )
 
-    @property
-    def _has_compiled_attention(self) -> bool:
-        is_plain = self.device.type == "cpu" and self.dtype is self._cache_dtype is torch.bfloat16
-        return is_plain and self.model_config.head_dim % _COMPILED_HEAD_STEP == 0 and has_compiled_kernels()
-
     def _attention_backend(self) -> AttentionBackend:
         config = self.model_config
         if self.device.type == "cuda":
@@ -327,7 +322,7 @@ class ModelRunner:
                 device=self.device,
             )
         backend = TorchAttention
-        if self._has_compiled_attention:
+        if self._is_compiled:
             from mmserve.attention.compiled_backend import CompiledAttention
 
             backend = CompiledAttention

@@ -1,25 +1,14 @@
 """A decoding step of one sequence on a CPU, recorded: one call instead of hundreds, which Python would limit."""
 
-from typing import Protocol
-
 import torch
 
 from mmserve.attention.compiled_backend import decode_metadata
 from mmserve.attention.context import ForwardContext
 from mmserve.engine.step_inputs import StepInputs
 from mmserve.kernels.jit import Recording
-
-
-class RotaryPositions(Protocol):
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class DecoderModel(Protocol):
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
-
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+from mmserve.layers.mrope import MultiAxisRotaryTable
+from mmserve.layers.rotary import RotaryTable
+from mmserve.models.registry import LanguageModel
 
 
 class RecordedStep:
@@ -31,8 +20,8 @@ class RecordedStep:
 
     def __init__(
         self,
-        model: DecoderModel,
-        rotary: RotaryPositions,
+        model: LanguageModel,
+        rotary: RotaryTable | MultiAxisRotaryTable,
         kv_caches: list[torch.Tensor],
         *,
         max_model_len: int,
@@ -63,7 +52,9 @@ class RecordedStep:
         return self._layers.is_complete
 
     def takes(self, inputs: StepInputs) -> bool:
-        return inputs.is_decode and len(inputs.rows) == 1 and torch.get_num_threads() == self._num_threads
+        """One sequence whose token is known, for the threads that it was recorded for."""
+        is_single = inputs.is_decode and len(inputs.rows) == 1 and inputs.sources is None
+        return is_single and torch.get_num_threads() == self._num_threads
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, None]:
         """Logits `[1, vocab]`, valid until the next call."""

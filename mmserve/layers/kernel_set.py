@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 from mmserve.kernels import reference
-from mmserve.kernels.cpu import has_compiled_kernels
+from mmserve.kernels.compiled import has_compiled_kernels
 
 
 class KernelSet(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from mmserve.kernels.cpu import has_compiled_kernels
+from mmserve.kernels.compiled import has_compiled_kernels
 from mmserve.quantization.dense import HAS_ONEDNN, PrepackedWeight
 from mmserve.quantization.grouped_ints import GroupedInts
 from mmserve.quantization.scheme import Placement
@@ -39,7 +39,7 @@ def can_multiply_few_rows(ints: GroupedInts, placement: Placement) -> bool:
 
 
 class FewRowsWeight:
-    """Scales and offsets are rounded to float16."""
+    """Scales, and what the middle of the numbers stands for, are rounded to float16."""
 
     def __init__(self, ints: GroupedInts, *, keeps_copy: bool) -> None:
         from mmserve.kernels import few_rows

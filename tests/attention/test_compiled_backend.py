@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.compiled_backend import CompiledAttention, PagedDecodes
 from mmserve.attention.context import ForwardContext
-from mmserve.attention.torch_backend import TorchAttention, TorchAttentionMetadata
+from mmserve.attention.torch_backend import CpuAttentionMetadata, TorchAttention
 from mmserve.kernels import reference
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 64, 16
@@ -142,8 +143,9 @@ def test_a_layer_uses_its_own_cache() -> None:
 def decodes(*shapes: tuple[int, list[int]]) -> tuple[PagedDecodes, ...]:
     batch = AttentionBatch([1] * len(shapes), [context for context, _ in shapes], [table for _, table in shapes])
     metadata = attention().prepare(batch)
-    assert isinstance(metadata, TorchAttentionMetadata)
-    return metadata.groups
+    assert isinstance(metadata, CpuAttentionMetadata)
+    assert all(isinstance(group, PagedDecodes) for group in metadata.decodes)
+    return cast(tuple[PagedDecodes, ...], metadata.decodes)
 
 
 def test_all_decodes_are_one_group() -> None:
@@ -162,6 +164,6 @@ def test_a_table_may_be_longer_than_the_context() -> None:
 
 def test_chunks_alone_make_no_group() -> None:
     metadata = attention().prepare(AttentionBatch([3, 2], [7, 2], [[6], [8]]))
-    assert isinstance(metadata, TorchAttentionMetadata)
-    assert metadata.groups == ()
+    assert isinstance(metadata, CpuAttentionMetadata)
+    assert metadata.decodes == ()
     assert [(chunk.rows.start, chunk.rows.stop) for chunk in metadata.chunks] == [(0, 3), (3, 5)]

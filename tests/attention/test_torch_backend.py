@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mmserve.attention.base import AttentionBatch, AttentionLayer
 from mmserve.attention.context import ForwardContext
-from mmserve.attention.torch_backend import TorchAttention
+from mmserve.attention.torch_backend import CpuAttentionMetadata, DecodeGroup, TorchAttention
 
 BLOCK_SIZE = 4
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -29,7 +29,7 @@ def decode_batch(context_lens: list[int]) -> AttentionBatch:
 
 def group_lens(context_lens: list[int]) -> list[list[int]]:
     metadata = backend().prepare(decode_batch(context_lens))
-    return [context_lens[group.rows] for group in metadata.groups]
+    return [context_lens[group.rows] for group in metadata.decodes]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_groups_cover_every_row_once_and_pad_less_than_they_hold(context_lens: l
 
 def test_chunks_come_after_single_queries() -> None:
     metadata = backend().prepare(AttentionBatch([1, 1, 3, 2], [9, 5, 7, 2], [[1, 2, 3], [4, 5], [6, 7], [8]]))
-    assert [(group.rows.start, group.rows.stop) for group in metadata.groups] == [(0, 2)]
+    assert [(group.rows.start, group.rows.stop) for group in metadata.decodes] == [(0, 2)]
     assert [(chunk.rows.start, chunk.rows.stop) for chunk in metadata.chunks] == [(2, 5), (5, 7)]
     later, first = metadata.chunks
     assert later.kv_rows is not None
@@ -77,9 +77,15 @@ def _blocks(kv_rows: torch.Tensor) -> list[list[int]]:
     return blocks
 
 
+def only_group(metadata: CpuAttentionMetadata) -> DecodeGroup:
+    (group,) = metadata.decodes
+    assert isinstance(group, DecodeGroup)
+    return group
+
+
 def test_padding_is_a_block_of_the_sequence_itself() -> None:
     metadata = backend().prepare(AttentionBatch([1, 1], [8, 4], [[5, 6], [7]]))
-    assert _blocks(metadata.groups[0].kv_rows) == [[5, 6], [7, 7]]
+    assert _blocks(only_group(metadata).kv_rows) == [[5, 6], [7, 7]]
 
 
 def test_single_queries_after_chunks_are_a_fault_of_the_caller() -> None:
@@ -90,7 +96,7 @@ def test_single_queries_after_chunks_are_a_fault_of_the_caller() -> None:
 def test_a_table_may_be_longer_than_the_context() -> None:
     """Blocks can be allocated ahead of the tokens."""
     metadata = backend().prepare(AttentionBatch([1, 2], [4, 6], [[3, 9], [5, 6, 7]]))
-    assert _blocks(metadata.groups[0].kv_rows) == [[3]]
+    assert _blocks(only_group(metadata).kv_rows) == [[3]]
     kv_rows = metadata.chunks[0].kv_rows
     assert kv_rows is not None
     assert _blocks(kv_rows) == [[5, 6]]

@@ -189,7 +189,7 @@ def test_scales_of_zero_leave_the_offsets(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_in_its_row(bits: int, value: float) -> None:
-    """Rows that run four, two and one at a time."""
+    """Rows that run at once, one of eight being a copy."""
     matrix, x = random_matrix(bits, 48, 128, 32), random_bfloats(7, 128)
     clean = matrix.product(x)
     for row in range(7):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mmserve.kernels import cpu_decode, cpu_fused, few_rows, jit, openmp, reference, simd
-from mmserve.kernels.cpu import has_compiled_kernels
+from mmserve.kernels.compiled import has_compiled_kernels
 from mmserve.kernels.jit import Kernel
 from mmserve.layers import kernel_set
 
@@ -142,15 +142,9 @@ def test_without_compiled_kernels_pytorch_runs_its_own(monkeypatch: pytest.Monke
     assert kernel_set.kernel_set(CPU) is reference
 
 
-def test_the_compiled_set_is_whole() -> None:
-    names = [name for name in vars(kernel_set.KernelSet) if not name.startswith("_")]
-    assert len(names) == 7
-    assert all(callable(getattr(module, name)) for name in names for module in (cpu_fused, reference))
-
-
 def _mark(arguments: Any) -> None:
     """Add 1 to each number of this thread's share, and say behind them which thread it was."""
-    out, count = simd.argument(arguments, 0), simd.argument(arguments, 1)
+    out, count = simd.unpack(arguments, 0, 2)
     first, last = openmp.share_of(count)
     for i in range(first, last):
         simd.store_float(out + 4 * i, simd.load_float(out + 4 * i) + 1)

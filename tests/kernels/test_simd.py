@@ -11,27 +11,27 @@ from mmserve.kernels.jit import Kernel, float_bits
 
 
 def _exp(arguments: Any) -> None:
-    x, out, count = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
+    x, out, count = simd.unpack(arguments, 0, 3)
     for at in range(0, 4 * count, 4 * simd.LANES):
         simd.store_floats(out + at, simd.exp(simd.load_floats(x + at)))
 
 
 def _narrow(arguments: Any) -> None:
-    x, out, count = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
+    x, out, count = simd.unpack(arguments, 0, 3)
     for i in range(0, count, simd.LANES):
         simd.store_bfloats(out + 2 * i, simd.load_floats(x + 4 * i))
 
 
 def _widen(arguments: Any) -> None:
-    x, out, count = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
+    x, out, count = simd.unpack(arguments, 0, 3)
     for i in range(0, count, simd.LANES):
         simd.store_floats(out + 4 * i, simd.load_bfloats(x + 2 * i))
 
 
 def _sums(arguments: Any) -> None:
     """The total of the products, and x scaled."""
-    x, y, out = simd.argument(arguments, 0), simd.argument(arguments, 1), simd.argument(arguments, 2)
-    factor = simd.float_of_bits(simd.argument(arguments, 3))
+    x, y, out, factor_bits = simd.unpack(arguments, 0, 4)
+    factor = simd.float_of_bits(factor_bits)
     simd.store_float(out, simd.total(simd.multiply(simd.load_floats(x), simd.load_floats(y))))
     simd.store_float(out + 4, simd.inverse_root(simd.load_float(x)))
     simd.store_float(out + 8, factor)

@@ -81,7 +81,7 @@ def test_float32_logits_agree(smollm2_path: Path, reference_logits: list[torch.T
 def test_bfloat16_logits_agree(
     smollm2_path: Path, reference_logits: list[torch.Tensor], bfloat16_error: float, num_per_step: int
 ) -> None:
-    """Many rows through bf16 products, few through packed int4: as close to float32 as bf16 is in transformers."""
+    """Many rows through bf16 products, few through packed products: as close to float32 as bf16 is in transformers."""
     engine = _engine(smollm2_path, "bfloat16")
     tokenizer = open_checkpoint(str(smollm2_path)).tokenizer()
     logits = [_logits(engine, tokenizer.encode(text), num_per_step=num_per_step) for text in TEXTS]

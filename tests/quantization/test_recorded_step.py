@@ -42,7 +42,7 @@ def engine(path: Path, *, is_eager: bool = False, dtype: str = "bfloat16", num_t
 
 
 def recorded_step(of_engine: Engine) -> RecordedStep:
-    step = of_engine._runner._graphs
+    step = of_engine._runner._replayed
     assert isinstance(step, RecordedStep)
     return step
 
@@ -52,7 +52,7 @@ def test_recorded_steps_give_the_same_tokens(quantized: tuple[str, Path], monkey
     ours, eager = engine(path), engine(path, is_eager=True)
     step, num_replays = recorded_step(ours), 0
     assert step._head.is_complete is FORMS[form][1]
-    assert eager._runner._graphs is None
+    assert eager._runner._replayed is None
     replay = step._layers.replay
 
     def counted(num_threads: int) -> None:
@@ -82,9 +82,12 @@ def test_sequences_come_and_go(quantized: tuple[str, Path]) -> None:
         assert run_to_end(ours, prompts, greedy(20)) == run_to_end(eager, prompts, greedy(20))
 
 
-def test_another_number_of_threads_is_not_recorded(quantized: tuple[str, Path]) -> None:
+def test_another_number_of_threads_is_not_recorded(
+    quantized: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = engine(quantized[1], num_threads=2)
     expected, before = run_to_end(ours, PROMPTS[1:2], greedy(8)), torch.get_num_threads()
+    monkeypatch.setattr(recorded_step(ours)._layers, "replay", lambda _: pytest.fail("replayed"))
     torch.set_num_threads(1)
     try:
         assert run_to_end(ours, PROMPTS[1:2], greedy(8)) == expected
@@ -92,10 +95,18 @@ def test_another_number_of_threads_is_not_recorded(quantized: tuple[str, Path]) 
         torch.set_num_threads(before)
 
 
+def test_tokens_that_are_sampled_meanwhile(quantized: tuple[str, Path]) -> None:
+    """With asynchronous scheduling the host does not know them when a step is made."""
+    config = replace(engine_config(quantized[1]), dtype="bfloat16", num_threads=2)
+    expected = run_to_end(engine(quantized[1], is_eager=True), PROMPTS[:1], greedy(12))
+    ahead = Engine(replace(config, async_scheduling=True))
+    assert run_to_end(ahead, PROMPTS[:1], greedy(12)) == expected
+
+
 def test_models_that_pytorch_computes_are_not_recorded(tmp_path: Path) -> None:
     full = save_reference_model("qwen2", tmp_path / "full", hidden_size=256, intermediate_size=256)
-    assert engine(full)._runner._graphs is None
-    assert engine(save_blocks(full, tmp_path / "model.gguf", "Q4_0"), dtype="float32")._runner._graphs is None
+    assert engine(full)._runner._replayed is None
+    assert engine(save_blocks(full, tmp_path / "model.gguf", "Q4_0"), dtype="float32")._runner._replayed is None
 
 
 def test_positions_of_three_axes(tmp_path: Path) -> None:

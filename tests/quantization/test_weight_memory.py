@@ -61,7 +61,7 @@ def test_stored_forms(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["w8a16", "fp8 w8a8", "fp8 blocks"])
-def test_eight_bits_are_not_held_beside_their_copy(form: str) -> None:
+def test_int8_and_fp8_are_not_held_beside_their_copy(form: str) -> None:
     weight, _ = loaded(form, WITH_COPY)
     assert tensor_bytes(weight) / (2 * IN * OUT) == pytest.approx(1.0, abs=0.01)
 
