@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from mmserve import __version__
 from mmserve.commands.settings import CommandOptions, find_settings, read_settings
 from mmserve.errors import ErrorCode, MMServeError, RequestError, SetupError
+from mmserve.kernels.thread_waits import wait_briefly
 
 ENVIRONMENT_PREFIX = "MMSERVE"
 ENGINE_THREAD = "engine"
@@ -225,6 +226,7 @@ def _root(
 
 def main() -> None:
     """Run the command line; the exit code says how it went (see `mmserve --help`)."""
+    wait_briefly()
     try:
         app(prog_name="mmserve")
     except SystemExit as end:

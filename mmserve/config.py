@@ -307,9 +307,9 @@ class EngineConfig:
     `quantization` is as the checkpoint says (auto), or `fp8` for one in full precision. `dense_copy` says whether
     quantized weights are there in 16 bits too, which is faster for many rows: auto is where memory is plentiful, never
     also saves memory before time. `async_scheduling` prepares a step while the one before it runs; None does so on a
-    GPU. `enforce_eager` does without CUDA graphs. A process that dies is started again `max_engine_restarts` times in
-    ten minutes at most; one that gives no sign of life for `engine_timeout` seconds, in which every step should end, is
-    ended.
+    GPU. `enforce_eager` does without CUDA graphs, and without recorded steps on a CPU. A process that dies is started
+    again `max_engine_restarts` times in ten minutes at most; one that gives no sign of life for `engine_timeout`
+    seconds, in which every step should end, is ended.
     """
 
     model: str = "smollm2-135m"

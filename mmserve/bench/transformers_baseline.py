@@ -18,6 +18,7 @@ from mmserve.bench.report import Measurement, RequestRecord
 from mmserve.bench.workloads import Prompt, Workload
 from mmserve.config import EngineConfig
 from mmserve.errors import EngineError
+from mmserve.kernels.thread_waits import usual_waits
 from mmserve.weights import hub
 from mmserve.weights.checkpoint import open_checkpoint
 from mmserve.weights.shapes import find_shape, is_shape
@@ -63,7 +64,8 @@ class TransformersBaseline:
         return self._process.pid
 
     def __enter__(self) -> "TransformersBaseline":
-        self._process.start()
+        with usual_waits():
+            self._process.start()
         self._other_end.close()
         try:
             self._receive()

@@ -137,9 +137,9 @@ class EngineOptions:
         bool, _engine(help="Keep what was computed for a prompt, for others that begin alike.")
     ] = CacheConfig.enable_prefix_caching
     seed: Annotated[int, _engine(help="Seed of random sampling.")] = EngineConfig.seed
-    enforce_eager: Annotated[bool, _engine("--enforce-eager", help="Decode without CUDA graphs.")] = (
-        EngineConfig.enforce_eager
-    )
+    enforce_eager: Annotated[
+        bool, _engine("--enforce-eager", help="Decode without CUDA graphs, on a CPU without recorded steps.")
+    ] = EngineConfig.enforce_eager
     async_scheduling: Annotated[
         bool | None,
         _engine(help="Prepare a step while the one before it runs; on a GPU only if not given.", show_default=False),
