@@ -34,7 +34,8 @@ class Kernel:
 
     def __init__(self, function: Callable[[Any], None], *constants: int) -> None:
         # Numba keeps it under this name: processes that start at once must not take others of its kind for it.
-        function.__qualname__ = "_".join((function.__qualname__, *map(str, constants), _digest()))
+        digest = _digest(function.__code__.co_filename)
+        function.__qualname__ = "_".join((function.__qualname__, *map(str, constants), digest))
         compiled: Any = CFunc(function, ((types.voidptr,), types.void), locals={}, options={})
         compiled._cache = _cache_of(function)
         compiled.compile()
@@ -79,7 +80,7 @@ class Recording:
         watch = _Watch()
         _local.recording = self
         try:
-            with watch:
+            with watch, openmp.scratch_of_its_own():
                 yield
         finally:
             del _local.recording
@@ -132,8 +133,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     """Numba's, which is not worth failing for."""
 
     def load_overload(self, *arguments: Any) -> Any:
-        with contextlib.suppress(OSError):
+        try:
             return super().load_overload(*arguments)
+        except Exception:
+            # Whatever a damaged file makes of unpickling: it is compiled anew.
+            with contextlib.suppress(OSError):
+                self.flush()
+            return None
 
     def save_overload(self, *arguments: Any) -> None:
         with contextlib.suppress(OSError):
@@ -141,9 +147,9 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 
 @cache
-def _digest() -> str:
-    """Of what all kernels call, for Numba knows changes of a function's own file only."""
-    sources = (Path(module.__file__ or "") for module in (simd, openmp))
+def _digest(file: str) -> str:
+    """Of a kernel's own source and of what all kernels call."""
+    sources = (Path(file), *(Path(module.__file__ or "") for module in (simd, openmp)))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

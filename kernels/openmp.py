@@ -1,14 +1,19 @@
 """The threads that PyTorch's own operations run on, for compiled functions."""
 
+import contextlib
 import ctypes
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from llvmlite import binding
-from numba.core import types
+from numba.core import config, types
 from numba.extending import register_jitable
+
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set")
 
 
 def _functions(*names: str) -> list[Any]:
@@ -57,6 +62,16 @@ def run(function: int, argument: bytes, num_threads: int) -> None:
 
 
 _scratch = threading.local()
+
+
+@contextlib.contextmanager
+def scratch_of_its_own() -> Iterator[None]:
+    """What is called inside gets memory that nothing else will get."""
+    before, _scratch.held = getattr(_scratch, "held", None), None
+    try:
+        yield
+    finally:
+        _scratch.held = before
 
 
 def scratch(num_floats: int) -> torch.Tensor:

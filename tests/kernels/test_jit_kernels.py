@@ -74,7 +74,7 @@ def test_a_kernel_is_compiled_anew_where_what_it_calls_has_changed(
 ) -> None:
     assert [hits(compiled_again(cpu_fused._silu_kernel)) for _ in range(3)] == [0, 1, 1]
     with monkeypatch.context() as changed:
-        changed.setattr(jit, "_digest", lambda: "another")
+        changed.setattr(jit, "_digest", lambda _: "another")
         assert [hits(compiled_again(cpu_fused._silu_kernel)) for _ in range(2)] == [0, 1]
     assert len(compiled_files(folder)) == 2
     assert hits(compiled_again(cpu_fused._silu_kernel)) == 1
@@ -88,15 +88,27 @@ def test_kernels_run_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) 
     assert hits(compiled_again(cpu_fused._silu_kernel)) == 0
 
 
+@pytest.mark.parametrize("content", [b"", b"x", os.urandom(5000)])
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+def test_damaged_files_are_compiled_anew(folder: Path, content: bytes, ending: str) -> None:
+    assert hits(compiled_again(cpu_fused._add_kernel)) == 0
+    for path in folder.rglob(f"*{ending}"):
+        path.write_bytes(content)
+    assert [hits(compiled_again(cpu_fused._add_kernel)) for _ in range(2)] == [0, 1]
+
+
 @pytest.mark.parametrize("module", [simd, openmp])
 def test_the_digest_is_of_the_sources(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest, copy = jit._digest.__wrapped__, tmp_path / "copy.py"
-    before = digest()
+    digest, copy, own = jit._digest.__wrapped__, tmp_path / "copy.py", tmp_path / "own.py"
+    own.write_text("kernel")
+    before = digest(own)
     copy.write_bytes(Path(module.__file__).read_bytes())
     monkeypatch.setattr(module, "__file__", str(copy))
-    assert digest() == before == jit._digest()
+    assert digest(own) == before
     copy.write_bytes(copy.read_bytes() + b"\n")
-    assert digest() != before
+    changed = digest(own)
+    own.write_text("another")
+    assert len({before, changed, digest(own)}) == 3
 
 
 @pytest.mark.parametrize("missing", ["GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"])
@@ -175,3 +187,18 @@ def test_scratch_grows_and_is_every_threads_own() -> None:
         assert large == again
         assert not {small, large} & set(theirs)
         assert pool.submit(openmp.scratch, 10).result().data_ptr() == theirs[-1]
+
+
+def test_memory_of_its_own() -> None:
+    before = openmp.scratch(100)
+    with openmp.scratch_of_its_own():
+        inside = openmp.scratch(100)
+        assert openmp.scratch(50).data_ptr() == inside.data_ptr() != before.data_ptr()
+    assert openmp.scratch(100).data_ptr() == before.data_ptr()
+
+
+def test_without_compiling_there_are_no_compiled_kernels() -> None:
+    script = "from mmserve.kernels.compiled import has_compiled_kernels; print(has_compiled_kernels())"
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
