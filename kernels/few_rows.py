@@ -44,12 +44,16 @@ def pack(numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, bit
 
     N and G are multiples of 16. Fewer bits than four, or eight, are held as so many, in the middle of their range.
     """
-    out_features, num_groups = scales.shape
+    num_groups = scales.shape[1]
     width = 4 if bits <= 4 else 8
-    digits = numbers.view(out_features // simd.LANES, simd.LANES, num_groups, -1, 32 // width)
-    words = torch.zeros(digits.shape[:-1], dtype=torch.int32)
-    for i in range(32 // width):
-        words |= (digits[..., i].to(torch.int32) + ((1 << (width - 1)) - (1 << (bits - 1)))) << (width * i)
+    to_middle = (1 << (width - 1)) - (1 << (bits - 1))
+    digits = numbers + to_middle if to_middle else numbers
+    as_bytes = digits if width == 8 else digits[:, ::2] | digits[:, 1::2] << 4
+    words = (
+        as_bytes.contiguous()
+        .view(torch.int32)
+        .view(-1, simd.LANES, num_groups, numbers.shape[1] * width // 32 // num_groups)
+    )
     # The middle is smaller than the offset, and loses less.
     factors = torch.stack((scales, torch.add(offsets, scales, alpha=1 << (bits - 1))))
     _, exponent = math.frexp(float(factors.abs().nan_to_num(0.0, 0.0).max()))

@@ -104,6 +104,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.has_others = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else PyTorch imports its compiler for this, which takes two seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, _: object, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and not func.__name__.startswith(("empty", "new_empty")):
             self.has_others = True
